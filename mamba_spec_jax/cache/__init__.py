@@ -1,0 +1,1 @@
+"""Buffers, slots, and what goes into and comes out of a verify pass."""

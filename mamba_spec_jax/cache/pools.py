@@ -1,0 +1,145 @@
+"""The buffers that live across steps: recurrent state, keys and values, and how many tokens each slot holds."""
+
+import dataclasses
+import math
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mamba_spec_jax.array_types import ConvPool, Int32, KVBuffer, Rows, SSMPool
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSpec:
+    """What one cache slot holds, per layer; static, and shared by every backend that works on the same cache.
+
+    Attributes:
+        recurrent_layers: L, recurrent layers in the pool.
+        heads, head_dim, state: H, P, N of the SSM state.
+        conv_width, conv_channels: W, C of the depthwise convolution.
+        attention_layers: layers with keys and values.
+        kv_heads, kv_head_dim: Hkv, Dh.
+        ssm_dtype, conv_dtype, kv_dtype: storage dtypes.
+    """
+
+    recurrent_layers: int
+    heads: int
+    head_dim: int
+    state: int
+    conv_width: int
+    conv_channels: int
+    attention_layers: int = 0
+    kv_heads: int = 0
+    kv_head_dim: int = 0
+    ssm_dtype: np.dtype = np.dtype(np.float32)
+    conv_dtype: np.dtype = np.dtype(np.float32)
+    kv_dtype: np.dtype = np.dtype(np.float32)
+
+    def __post_init__(self):
+        for name in ("ssm_dtype", "conv_dtype", "kv_dtype"):
+            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+        if self.conv_width < 2:
+            raise ValueError(f"PoolSpec.conv_width is {self.conv_width}, expected at least 2: width 1 keeps no window")
+
+    def ssm_shape(self, slots: int) -> tuple[int, ...]:
+        return (self.recurrent_layers, slots, self.heads, self.head_dim, self.state)
+
+    def conv_shape(self, slots: int) -> tuple[int, ...]:
+        return (self.recurrent_layers, slots, self.conv_width - 1, self.conv_channels)
+
+    def kv_shape(self, slots: int, max_len: int) -> tuple[int, ...]:
+        return (slots, max_len, self.kv_heads, self.kv_head_dim)
+
+    def ssm_bytes(self, slots: int = 1) -> int:
+        return math.prod(self.ssm_shape(slots)) * self.ssm_dtype.itemsize
+
+    def conv_bytes(self, slots: int = 1) -> int:
+        return math.prod(self.conv_shape(slots)) * self.conv_dtype.itemsize
+
+    def kv_bytes(self, slots: int, max_len: int) -> int:
+        return 2 * self.attention_layers * math.prod(self.kv_shape(slots, max_len)) * self.kv_dtype.itemsize
+
+
+@flax.struct.dataclass
+class MambaPool:
+    """The recurrent state of every layer and slot, one buffer each.
+
+    Attributes:
+        ssm: `[L, S, H, P, N]` states.
+        conv: `[L, S, W-1, C]` last inputs of the depthwise convolution, oldest first.
+    """
+
+    ssm: SSMPool
+    conv: ConvPool
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values, one buffer per attention layer.
+
+    Attributes:
+        keys: tuple of `[S, M, Hkv, Dh]`.
+        values: tuple of `[S, M, Hkv, Dh]`.
+    """
+
+    keys: tuple[KVBuffer, ...]
+    values: tuple[KVBuffer, ...]
+
+
+@flax.struct.dataclass
+class HybridCache:
+    """Everything a hybrid model remembers between passes.
+
+    Attributes:
+        mamba: recurrent state.
+        kv: keys and values; rows past a slot's length may hold anything.
+        lengths: `[S]` committed tokens of each slot.
+        max_len: M, tokens a slot has room for (static).
+        awaiting_commit: static; set by a verify pass and cleared by the commit, so that a step that forgets the
+            commit is refused while it is traced.
+    """
+
+    mamba: MambaPool
+    kv: KVCache
+    lengths: Int32[jax.Array, "S"]
+    max_len: int = flax.struct.field(pytree_node=False)
+    awaiting_commit: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def create(cls, spec: PoolSpec, slots: int, max_len: int) -> "HybridCache":
+        """An empty cache of `slots` slots with room for `max_len` tokens each."""
+        if slots < 1 or max_len < 1:
+            raise ValueError(f"HybridCache.create got slots={slots}, max_len={max_len}, expected both at least 1")
+        kv_shape = spec.kv_shape(slots, max_len)
+        keys, values = (
+            tuple(jnp.zeros(kv_shape, spec.kv_dtype) for _ in range(spec.attention_layers)) for _ in range(2)
+        )
+        mamba = MambaPool(
+            ssm=jnp.zeros(spec.ssm_shape(slots), spec.ssm_dtype),
+            conv=jnp.zeros(spec.conv_shape(slots), spec.conv_dtype),
+        )
+        return cls(mamba, KVCache(keys, values), jnp.zeros((slots,), jnp.int32), max_len)
+
+    @property
+    def slots(self) -> int:
+        return self.lengths.shape[0]
+
+    def require_committed(self, caller: str) -> None:
+        """Raises ValueError (while tracing) if a verify pass has not been committed."""
+        if self.awaiting_commit:
+            raise ValueError(
+                f"{caller} got a cache that still awaits the commit of a verify pass: call "
+                "update_mamba_state_after_mtp_verify with that pass's record first"
+            )
+
+
+def gather_lengths(cache: HybridCache, slots: Rows) -> Rows:
+    """Committed tokens of each row, 0 for padding rows (slot out of range)."""
+    return cache.lengths.at[slot_index(slots, cache.slots)].get(mode="fill", fill_value=0)
+
+
+def slot_index(slots: Rows, num_slots: int) -> Rows:
+    """Slots with everything out of range moved past the end, where JAX drops writes (-1 would wrap around)."""
+    return jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)

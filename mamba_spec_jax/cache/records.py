@@ -1,0 +1,70 @@
+"""What goes into a verify pass and what comes out of it."""
+
+import dataclasses
+from collections.abc import Hashable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mamba_spec_jax.array_types import Float, Rows, Tokens
+from mamba_spec_jax.modes import CommitStrategy, ForwardMode
+
+
+@flax.struct.dataclass
+class Draft:
+    """A chain of proposed tokens per row, behind the row's root.
+
+    Attributes:
+        tokens: `[B, T]`; column 0 is the root, the row's last emitted token, not yet in the cache.
+        lengths: `[B]` drafted tokens of each row, 0..T-1, the root not counted; columns past them are ignored.
+        slots: `[B]` cache slot of each row, -1 for a padding row.
+        probs: `[B, T-1, V]` the distribution each draft was drawn from, or None if drafts were chosen outright.
+    """
+
+    tokens: Tokens
+    lengths: Rows
+    slots: Rows
+    probs: Float[jax.Array, "B K V"] | None = None
+
+    @property
+    def num_tokens(self) -> Rows:
+        """`[B]` tokens the verify pass reads in each row, root included; 0 for padding rows."""
+        return jnp.where(self.slots >= 0, jnp.clip(self.lengths, 0, self.tokens.shape[1] - 1) + 1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordSpec:
+    """Who made a record: the static side that the commit compares.
+
+    Attributes:
+        backend: the recurrent backend's static spec.
+        mode: the pass that ran.
+        strategy: what the record keeps.
+    """
+
+    backend: Hashable
+    mode: ForwardMode
+    strategy: CommitStrategy
+
+    def __str__(self) -> str:
+        return f"{self.backend} in {self.mode.name} with {self.strategy.name}"
+
+
+@flax.struct.dataclass
+class VerifyRecord:
+    """Everything the commit needs to know of a verify pass.
+
+    Attributes:
+        slots: `[B]` cache slot of each row, -1 for padding.
+        num_tokens: `[B]` tokens that were real in each row; later nodes cannot be committed.
+        recurrent: what the strategy keeps. SNAPSHOT: `[L, B, T, H, P, N]` states. REPLAY: the backend's inputs.
+        conv_inputs: `[L, B, T, C]` raw convolution inputs.
+        spec: who made it (static).
+    """
+
+    slots: Rows
+    num_tokens: Rows
+    recurrent: object
+    conv_inputs: Float[jax.Array, "L B T C"]
+    spec: RecordSpec = flax.struct.field(pytree_node=False)

@@ -1,0 +1,1 @@
+"""Drafting, verifying and accepting: the speculative loop and its parts."""
