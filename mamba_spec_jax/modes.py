@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 
+_FLOAT32 = np.dtype(np.float32)
+
+
 class ForwardMode(enum.Enum):
     """What one pass of the model is for; the backends route by it."""
 
@@ -48,11 +51,11 @@ class DTypePolicy:
         kv: keys and values.
     """
 
-    params: np.dtype = np.dtype(np.float32)
-    activations: np.dtype = np.dtype(np.float32)
-    conv: np.dtype = np.dtype(np.float32)
-    ssm: np.dtype = np.dtype(np.float32)
-    kv: np.dtype = np.dtype(np.float32)
+    params: np.dtype = _FLOAT32
+    activations: np.dtype = _FLOAT32
+    conv: np.dtype = _FLOAT32
+    ssm: np.dtype = _FLOAT32
+    kv: np.dtype = _FLOAT32
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

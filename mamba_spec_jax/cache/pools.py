@@ -11,6 +11,9 @@ import numpy as np
 from mamba_spec_jax.array_types import ConvPool, Int32, KVBuffer, Rows, SSMPool
 
 
+_FLOAT32 = np.dtype(np.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class PoolSpec:
     """What one cache slot holds, per layer; static, and shared by every backend that works on the same cache.
@@ -33,9 +36,9 @@ class PoolSpec:
     attention_layers: int = 0
     kv_heads: int = 0
     kv_head_dim: int = 0
-    ssm_dtype: np.dtype = np.dtype(np.float32)
-    conv_dtype: np.dtype = np.dtype(np.float32)
-    kv_dtype: np.dtype = np.dtype(np.float32)
+    ssm_dtype: np.dtype = _FLOAT32
+    conv_dtype: np.dtype = _FLOAT32
+    kv_dtype: np.dtype = _FLOAT32
 
     def __post_init__(self):
         for name in ("ssm_dtype", "conv_dtype", "kv_dtype"):
@@ -138,6 +141,11 @@ class HybridCache:
 def gather_lengths(cache: HybridCache, slots: Rows) -> Rows:
     """Committed tokens of each row, 0 for padding rows (slot out of range)."""
     return cache.lengths.at[slot_index(slots, cache.slots)].get(mode="fill", fill_value=0)
+
+
+def advance_lengths(cache: HybridCache, slots: Rows, counts: Rows) -> Int32[jax.Array, "S"]:
+    """`cache.lengths` with `counts[b]` more tokens in each row's slot; padding rows change nothing."""
+    return cache.lengths.at[slot_index(slots, cache.slots)].add(counts, mode="drop")
 
 
 def slot_index(slots: Rows, num_slots: int) -> Rows:

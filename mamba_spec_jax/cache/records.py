@@ -7,7 +7,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Float, Rows, Tokens
+from mamba_spec_jax.array_types import Array, Float, Rows, Tokens
+from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode
 
 
@@ -68,3 +69,20 @@ class VerifyRecord:
     recurrent: object
     conv_inputs: Float[jax.Array, "L B T C"]
     spec: RecordSpec = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class ModelOutput:
+    """What one pass of a model returns.
+
+    Attributes:
+        logits: `[B, T, V]` float32 for a verify, `[B, V]` of each row's last token for prefill and decode.
+        cache: after prefill or decode the advanced cache; after a verify the same pools, awaiting their commit.
+        record: what the commit needs, None after prefill and decode.
+        hidden: `[B, T, D]` for each layer that was asked for.
+    """
+
+    logits: Array
+    cache: HybridCache
+    record: VerifyRecord | None = None
+    hidden: tuple[Array, ...] = ()

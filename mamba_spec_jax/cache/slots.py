@@ -26,7 +26,9 @@ class SlotAllocator:
     def allocate(self, count: int) -> list[int]:
         """Takes `count` slots; raises ValueError, taking none, if fewer are free."""
         if not 0 <= count <= len(self._free):
-            raise ValueError(f"asked for {count} slots, {len(self._free)} of {self.num_slots} are free: free some first")
+            raise ValueError(
+                f"asked for {count} slots, {len(self._free)} of {self.num_slots} are free: free some first"
+            )
         taken = [self._free.pop() for _ in range(count)]
         self._used.update(taken)
         return taken

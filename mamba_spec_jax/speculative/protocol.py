@@ -4,26 +4,9 @@ from typing import Any, Protocol
 
 import flax.struct
 
-from mamba_spec_jax.array_types import Array, Logits, RowFlags, Rows, Tokens
+from mamba_spec_jax.array_types import Logits, RowFlags, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
-from mamba_spec_jax.cache.records import Draft, VerifyRecord
-
-
-@flax.struct.dataclass
-class ModelOutput:
-    """What one pass of a model returns.
-
-    Attributes:
-        logits: `[B, T, V]` float32 for a verify, `[B, V]` of each row's last token for prefill and decode.
-        cache: after prefill or decode the advanced cache; after a verify the same pools, awaiting their commit.
-        record: what the commit needs, None after prefill and decode.
-        hidden: `[B, T, D]` for each layer that was asked for.
-    """
-
-    logits: Array
-    cache: HybridCache
-    record: VerifyRecord | None = None
-    hidden: tuple[Array, ...] = ()
+from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
 
 
 class CommitBackend(Protocol):

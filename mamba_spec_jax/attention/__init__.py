@@ -1,0 +1,1 @@
+"""What mixes tokens: full attention, the recurrences, and the backends that route between them."""

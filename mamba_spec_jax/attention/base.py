@@ -1,0 +1,95 @@
+"""What every backend is told about a pass, and what the layers hand it."""
+
+from typing import Protocol
+
+import flax.struct
+import jax.numpy as jnp
+
+from mamba_spec_jax.array_types import Array, Float, Rows, Tokens
+from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths
+from mamba_spec_jax.cache.records import VerifyRecord
+from mamba_spec_jax.modes import ForwardMode
+
+
+@flax.struct.dataclass
+class ForwardBatch:
+    """The rows of one pass.
+
+    Attributes:
+        slots: `[B]` cache slot of each row, -1 for padding.
+        lengths: `[B]` tokens committed before the pass.
+        num_tokens: `[B]` real tokens of each row in this pass; the columns behind them change nothing.
+        positions: `[B, T]` absolute position of each token.
+        mode: what the pass is for (static).
+        kv_len: how many cache positions attention looks at (static).
+    """
+
+    slots: Rows
+    lengths: Rows
+    num_tokens: Rows
+    positions: Tokens
+    mode: ForwardMode = flax.struct.field(pytree_node=False)
+    kv_len: int = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        mode: ForwardMode,
+        cache: HybridCache,
+        slots: Rows,
+        num_tokens: Rows,
+        width: int,
+        kv_len: int | None = None,
+    ) -> "ForwardBatch":
+        """Rows of `width` columns over `cache`; `kv_len` None looks at the whole buffer."""
+        kv_len = cache.max_len if kv_len is None else kv_len
+        if not 0 < kv_len <= cache.max_len:
+            raise ValueError(f"kv_len is {kv_len}, expected 1..{cache.max_len} (the cache's max_len)")
+        lengths = gather_lengths(cache, slots)
+        num_tokens = jnp.where(slots >= 0, jnp.clip(num_tokens, 0, width), 0)
+        positions = lengths[:, None] + jnp.arange(width, dtype=jnp.int32)
+        return cls(slots, lengths, num_tokens, positions, mode, kv_len)
+
+    @property
+    def is_real(self) -> Array:
+        """`[B, T]` whether a column holds a real token."""
+        return jnp.arange(self.positions.shape[1]) < self.num_tokens[:, None]
+
+
+@flax.struct.dataclass
+class AttentionInputs:
+    """What a full-attention layer hands to its backend.
+
+    Attributes:
+        query: `[B, T, Hq, Dh]`.
+        key: `[B, T, Hkv, Dh]`.
+        value: `[B, T, Hkv, Dh]`.
+    """
+
+    query: Float[Array, "B T Hq Dh"]
+    key: Float[Array, "B T Hkv Dh"]
+    value: Float[Array, "B T Hkv Dh"]
+
+
+class AttentionBackend(Protocol):
+    """Routes one layer's inputs to whatever mixes tokens, and owns the commit of what a verify pass left behind."""
+
+    @property
+    def pool_spec(self) -> PoolSpec: ...
+
+    def init_record(self, batch: ForwardBatch, dtype) -> VerifyRecord | None:
+        """Room for what the pass must remember; None where nothing is left to a commit."""
+        ...
+
+    def forward(
+        self, layer_id: int, inputs: object, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch
+    ) -> tuple[Array, HybridCache, VerifyRecord | None]: ...
+
+    def update_mamba_state_after_mtp_verify(
+        self,
+        cache: HybridCache,
+        record: VerifyRecord,
+        last_correct_step_indices: Rows,
+        mamba_track_indices: Rows | None = None,
+        mamba_steps_to_track: Rows | None = None,
+    ) -> HybridCache: ...

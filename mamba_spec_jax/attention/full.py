@@ -1,0 +1,95 @@
+"""Full attention over the key/value buffers: a window's keys are written first and read back under a position mask."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from mamba_spec_jax.array_types import Array, Float, KVBuffer
+from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
+from mamba_spec_jax.cache.pools import KVCache, slot_index
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention:
+    """Softmax attention with grouped queries, computed block by block over the cache.
+
+    Keys are visited in blocks of `block` positions in a fixed order (online softmax, Milakov and Gimelshein 2018), so
+    that temporaries are one block of keys, values and scores, and a token's result has the same bits wherever it stands
+    in its window and whatever the static length `kv_len` is: a block beyond its position changes nothing.
+
+    Attributes:
+        scale: multiplies the scores.
+        block: cache positions visited at once.
+    """
+
+    scale: float
+    block: int = 256
+
+    def forward(
+        self, index: int, inputs: AttentionInputs, kv: KVCache, batch: ForwardBatch
+    ) -> tuple[Float[Array, "B T Hq Dh"], KVCache]:
+        """Appends the window to buffer `index` and attends to everything up to each token's own position."""
+        keys = _write_window(kv.keys[index], inputs.key, batch)
+        values = _write_window(kv.values[index], inputs.value, batch)
+        output = self._attend(inputs.query, keys, values, batch)
+        kv = kv.replace(
+            keys=(*kv.keys[:index], keys, *kv.keys[index + 1 :]),
+            values=(*kv.values[:index], values, *kv.values[index + 1 :]),
+        )
+        return output.astype(inputs.query.dtype), kv
+
+    def _attend(self, query: Array, keys: KVBuffer, values: KVBuffer, batch: ForwardBatch) -> Array:
+        B, T, Hq, Dh = query.shape
+        Hkv = keys.shape[2]
+        block = min(self.block, batch.kv_len)
+        query = (query * jnp.asarray(self.scale, query.dtype)).reshape(B, T, Hkv, Hq // Hkv, Dh)
+        end = (batch.lengths + batch.num_tokens)[:, None]
+        precision = jax.lax.Precision.HIGHEST
+
+        def visit(step, carry):
+            top, total, mixed = carry
+            # The last block is shifted back into the buffer; what it repeats of its predecessor is masked out.
+            first = step * block
+            start = jnp.minimum(first, batch.kv_len - block)
+            position = start + jnp.arange(block, dtype=jnp.int32)[None]
+            written = (position >= first) & (position < end)  # [B, block]
+            k = _read_rows(keys, batch.slots, start, block)
+            v = jnp.where(written[:, :, None, None], _read_rows(values, batch.slots, start, block), 0)
+            visible = written[:, None] & (position[:, None] <= batch.positions[:, :, None])  # [B, T, block]
+            scores = jnp.einsum("btgrd,bsgd->bgrts", query, k, precision=precision, preferred_element_type=jnp.float32)
+            scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+            new_top = jnp.maximum(top, scores.max(-1))
+            safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
+            weights = jnp.exp(scores - safe_top[..., None])
+            keep = jnp.exp(top - safe_top)
+            update = jnp.einsum(
+                "bgrts,bsgd->bgrtd",
+                weights.astype(v.dtype),
+                v,
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            return new_top, total * keep + weights.sum(-1), mixed * keep[..., None] + update
+
+        shape = (B, Hkv, Hq // Hkv, T)
+        carry = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, Dh)))
+        _, total, mixed = jax.lax.fori_loop(0, math.ceil(batch.kv_len / block), visit, carry)
+        mixed = mixed / jnp.where(total > 0, total, 1)[..., None]  # rows that see nothing give zeros
+        return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, Hq, Dh)
+
+
+def _write_window(buffer: KVBuffer, window: Float[Array, "B T Hkv Dh"], batch: ForwardBatch) -> KVBuffer:
+    slots, max_len = buffer.shape[:2]
+    position = jnp.where(batch.is_real, batch.positions, max_len)  # past the end: dropped
+    return buffer.at[slot_index(batch.slots, slots)[:, None], position].set(window.astype(buffer.dtype), mode="drop")
+
+
+def _read_rows(buffer: KVBuffer, slots: Array, start: Array, size: int) -> Array:
+    """`[B, size, Hkv, Dh]`: one gather of contiguous slices; rows of padding slots are masked by the caller."""
+
+    def read(slot):
+        return jax.lax.dynamic_slice(buffer, (slot, start, 0, 0), (1, size, *buffer.shape[2:]))[0]
+
+    return jax.vmap(read)(jnp.maximum(slots, 0))

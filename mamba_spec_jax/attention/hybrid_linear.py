@@ -1,0 +1,153 @@
+"""The backend of a hybrid model: each layer goes to full attention or to the recurrence, and the commit lives here."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mamba_spec_jax.array_types import Array, Rows
+from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
+from mamba_spec_jax.attention.full import FullAttention
+from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs
+from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, advance_lengths
+from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
+from mamba_spec_jax.modes import ForwardMode
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class HybridLinearAttnBackend:
+    """Full attention for `full_attn_layers`, the recurrence for every other layer.
+
+    Attributes:
+        num_layers: all layers.
+        full_attn_layers: ids of those with keys and values, ascending.
+        full: their attention.
+        linear: the recurrence of the others.
+        pool_spec: the pools this backend works on.
+    """
+
+    num_layers: int
+    full_attn_layers: tuple[int, ...]
+    full: FullAttention
+    linear: Mamba2
+    pool_spec: PoolSpec
+
+    def __post_init__(self):
+        spec, linear = self.pool_spec, self.linear
+        expected = {
+            "attention_layers": len(self.full_attn_layers),
+            "recurrent_layers": self.num_layers - len(self.full_attn_layers),
+            "heads": linear.heads,
+            "head_dim": linear.head_dim,
+            "state": linear.state,
+            "conv_width": linear.conv_width,
+            "conv_channels": linear.conv_channels,
+        }
+        for name, value in expected.items():
+            if getattr(spec, name) != value:
+                raise ValueError(
+                    f"pool_spec.{name} is {getattr(spec, name)}, expected {value} from this backend's layers"
+                )
+
+    def __str__(self) -> str:
+        return f"HybridLinearAttnBackend({self.linear.verify.name} form, {self.linear.strategy.name})"
+
+    def init_record(self, batch: ForwardBatch, dtype) -> VerifyRecord | None:
+        """Room for what a verify pass leaves to the commit; None for passes that advance the state themselves."""
+        if not batch.mode.defers_state:
+            return None
+        return self.linear.init_record(batch, self.pool_spec, self._owner(batch.mode), dtype)
+
+    def forward(
+        self,
+        layer_id: int,
+        inputs: AttentionInputs | Mamba2Inputs,
+        cache: HybridCache,
+        record: VerifyRecord | None,
+        batch: ForwardBatch,
+    ) -> tuple[Array, HybridCache, VerifyRecord | None]:
+        """Mixes one layer's tokens.
+
+        Args:
+            layer_id: which layer of the model.
+            inputs: `AttentionInputs` for a full-attention layer, `Mamba2Inputs` for a recurrent one.
+            cache: may be donated by the caller's jit.
+            record: from `init_record`, threaded through the layers.
+            batch: the pass.
+
+        Returns:
+            `[B, T, heads, head_dim]`, the cache and the record.
+        """
+        attends = layer_id in self.full_attn_layers
+        expected = AttentionInputs if attends else Mamba2Inputs
+        if not isinstance(inputs, expected):
+            raise ValueError(
+                f"layer {layer_id} is a {'full-attention' if attends else 'recurrent'} layer: got "
+                f"{type(inputs).__name__}, expected {expected.__name__}"
+            )
+        if batch.mode is ForwardMode.IDLE:
+            return self._idle_output(inputs), cache, record
+        if isinstance(inputs, AttentionInputs):
+            output, kv = self.full.forward(self.full_attn_layers.index(layer_id), inputs, cache.kv, batch)
+            return output, cache.replace(kv=kv), record
+        index = layer_id - sum(other < layer_id for other in self.full_attn_layers)
+        output, pool, record = self.linear.forward(index, inputs, cache.mamba, record, batch)
+        return output, cache.replace(mamba=pool), record
+
+    def update_mamba_state_after_mtp_verify(
+        self,
+        cache: HybridCache,
+        record: VerifyRecord,
+        last_correct_step_indices: Rows,
+        mamba_track_indices: Rows | None = None,
+        mamba_steps_to_track: Rows | None = None,
+    ) -> HybridCache:
+        """Brings every row's recurrent state, convolution window and length to its accepted prefix.
+
+        Args:
+            cache: as the verify pass returned it; donate it, and nothing is copied.
+            record: from that pass. One made by another backend, mode or strategy is refused while tracing.
+            last_correct_step_indices: `[B]` node of the last accepted token, accept_len - 1 on a chain. A row with a
+                negative node, a node past its real tokens or a slot out of range keeps its state.
+            mamba_track_indices: `[B]` slot that also receives a state, for a prefix cache; negative for none.
+            mamba_steps_to_track: `[B]` node whose state goes there; required with the former.
+
+        Raises:
+            ValueError: the record is another backend's, a shape does not fit, or tracking is half given.
+        """
+        owner = self._owner(record.spec.mode)
+        if record.spec != owner:
+            raise ValueError(
+                f"this record was made by {record.spec}, but the commit belongs to {owner}: commit with the backend "
+                "that ran the verify pass"
+            )
+        if (mamba_track_indices is None) != (mamba_steps_to_track is None):
+            raise ValueError(
+                "mamba_track_indices and mamba_steps_to_track go together: got "
+                f"{'only the steps' if mamba_track_indices is None else 'only the indices'}"
+            )
+        rows = record.slots.shape
+        for name, value in (
+            ("last_correct_step_indices", last_correct_step_indices),
+            ("mamba_track_indices", mamba_track_indices),
+            ("mamba_steps_to_track", mamba_steps_to_track),
+        ):
+            if value is not None and (value.shape != rows or not jnp.issubdtype(value.dtype, jnp.integer)):
+                raise ValueError(f"{name} is {value.dtype}{list(value.shape)}, expected int32{list(rows)}")
+
+        def real(nodes):
+            return None if nodes is None else jnp.where(nodes < record.num_tokens, jnp.maximum(nodes, -1), -1)
+
+        steps = real(last_correct_step_indices)
+        pool = self.linear.commit(cache.mamba, record, steps, mamba_track_indices, real(mamba_steps_to_track))
+        lengths = advance_lengths(cache, record.slots, steps + 1)
+        return cache.replace(mamba=pool, lengths=lengths, awaiting_commit=False)
+
+    def _idle_output(self, inputs: AttentionInputs | Mamba2Inputs) -> Array:
+        if isinstance(inputs, AttentionInputs):
+            return jnp.zeros_like(inputs.query)
+        return jnp.zeros((*inputs.dt.shape, self.linear.head_dim), inputs.xBC.dtype)
+
+    def _owner(self, mode: ForwardMode) -> RecordSpec:
+        return RecordSpec(backend=self, mode=mode, strategy=self.linear.strategy)

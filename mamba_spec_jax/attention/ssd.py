@@ -1,0 +1,145 @@
+"""Mamba-2's recurrence (Dao and Gu 2024), token by token and in the chunked (state-space dual) form.
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T,    y_t = h_t C_t + D x_t            h: [P, N] per head
+
+In the shapes below B is the batch, T tokens, H heads, P head dim, N state, G groups; head h reads group h // (H/G).
+All arithmetic is float32. A token with dt = 0 leaves the state as it is.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mamba_spec_jax.array_types import Array, Float, Rows, SSMStates
+
+_EXACT = jax.lax.Precision.HIGHEST  # a GPU would otherwise compute float32 products in TF32
+
+
+@flax.struct.dataclass
+class SSMInputs:
+    """What the recurrence reads of a window.
+
+    Attributes:
+        x: `[B, T, H, P]`.
+        dt: `[B, T, H]` time steps, after softplus and clamp.
+        B: `[B, T, G, N]`.
+        C: `[B, T, G, N]`.
+    """
+
+    x: Float[Array, "B T H P"]
+    dt: Float[Array, "B T H"]
+    B: Float[Array, "B T G N"]
+    C: Float[Array, "B T G N"]
+
+
+def _state_step(h: Array, x: Array, dt: Array, A: Array, B: Array) -> Array:
+    """One token: `h [B, H, P, N]` in its storage dtype, the result in float32."""
+    per_head = h.shape[1] // B.shape[1]
+    B = jnp.repeat(B, per_head, axis=1)
+    decay = jnp.exp(dt * A)
+    return h.astype(jnp.float32) * decay[..., None, None] + (dt[..., None] * x)[..., None] * B[:, :, None, :]
+
+
+def _time_major(inputs: SSMInputs) -> SSMInputs:
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf.astype(jnp.float32), 1, 0), inputs)
+
+
+def step_scan(
+    h0: SSMStates, inputs: SSMInputs, A: Float[Array, "H"], D: Float[Array, "H"]
+) -> tuple[Float[Array, "B T H P"], Float[Array, "T B H P N"]]:
+    """The recurrence token by token: every output, and the state after every token in `h0`'s dtype.
+
+    The state is rounded to its storage dtype after every token, as if each had been decoded on its own. It is a scan
+    even for one token: the compiled body is then the same for every T, and so are the bits.
+    """
+
+    def step(h, token):
+        h_new = _state_step(h, token.x, token.dt, A, token.B)
+        C = jnp.repeat(token.C, h.shape[1] // token.C.shape[1], axis=1)
+        y = jnp.sum(h_new * C[:, :, None, :], axis=-1) + D[:, None] * token.x
+        h_new = h_new.astype(h.dtype)
+        return h_new, (y, h_new)
+
+    _, (y, states) = jax.lax.scan(step, h0, _time_major(inputs))
+    return jnp.moveaxis(y, 0, 1), states
+
+
+def fold(h0: SSMStates, inputs: SSMInputs, A: Float[Array, "H"], num_tokens: Rows) -> SSMStates:
+    """The state after each row's first `num_tokens[b]` tokens, with the bits of `step_scan`."""
+
+    def step(h, token_and_index):
+        token, index = token_and_index
+        h_new = _state_step(h, token.x, token.dt, A, token.B).astype(h.dtype)
+        return jnp.where((index < num_tokens)[:, None, None, None], h_new, h), None
+
+    steps = jnp.arange(inputs.x.shape[1])
+    h, _ = jax.lax.scan(step, h0, (_time_major(inputs), steps))
+    return h
+
+
+def chunk_scan(
+    h0: SSMStates, inputs: SSMInputs, A: Float[Array, "H"], D: Float[Array, "H"], chunk_size: int
+) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P N"]]:
+    """The recurrence in chunks: every output, and the final state in float32; the last chunk may be short."""
+    T = inputs.x.shape[1]
+    chunk = min(chunk_size, T)
+    padded = jax.tree.map(lambda leaf: _pad_time(leaf.astype(jnp.float32), -T % chunk), inputs)
+    chunks = jax.tree.map(
+        lambda leaf: jnp.moveaxis(leaf.reshape(leaf.shape[0], -1, chunk, *leaf.shape[2:]), 1, 0), padded
+    )
+
+    def step(h, window):
+        y, decay_to_end = _chunk_outputs(h, window, A, D)
+        weighted = (decay_to_end * window.dt)[..., None] * window.x
+        B = _heads(window.B, h.shape[1])
+        c_end = jnp.exp(jnp.sum(window.dt * A, axis=1))
+        h = h * c_end[..., None, None] + jnp.einsum("bjhp,bjhn->bhpn", weighted, B, precision=_EXACT)
+        return h, y
+
+    h, y = jax.lax.scan(step, h0.astype(jnp.float32), chunks)
+    y = jnp.moveaxis(y, 0, 1)
+    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :T], h
+
+
+def window_scan(
+    h0: SSMStates, inputs: SSMInputs, A: Float[Array, "H"], D: Float[Array, "H"]
+) -> tuple[Float[Array, "B T H P"], Float[Array, "T B H P N"]]:
+    """One verify window in the chunked form: every output, and every token's state in `h0`'s dtype."""
+    inputs = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), inputs)
+    h = h0.astype(jnp.float32)
+    y, _ = _chunk_outputs(h, inputs, A, D)
+    c = jnp.cumsum(inputs.dt * A, axis=1)
+    weights = _causal_decay(c) * inputs.dt[:, None]  # [B, T, T, H]
+    B = _heads(inputs.B, h.shape[1])
+    states = jnp.einsum("btjh,bjhp,bjhn->tbhpn", weights, inputs.x, B, precision=_EXACT)
+    states = states + jnp.moveaxis(jnp.exp(c), 1, 0)[..., None, None] * h
+    return y, states.astype(h0.dtype)
+
+
+def _chunk_outputs(h: Array, window: SSMInputs, A: Array, D: Array) -> tuple[Array, Array]:
+    """Outputs of one chunk from the state before it, and each token's decay up to the chunk's end `[B, T, H]`."""
+    H = h.shape[1]
+    c = jnp.cumsum(window.dt * A, axis=1)
+    scores = jnp.einsum("btgn,bjgn->btjg", window.C, window.B, precision=_EXACT)
+    weights = jnp.repeat(scores, H // scores.shape[-1], axis=-1) * _causal_decay(c) * window.dt[:, None]
+    y = jnp.einsum("btjh,bjhp->bthp", weights, window.x, precision=_EXACT)
+    carried = jnp.einsum("bhpn,bthn->bthp", h, _heads(window.C, H), precision=_EXACT)
+    y = y + jnp.exp(c)[..., None] * carried + D[:, None] * window.x
+    return y, jnp.exp(c[:, -1:] - c)
+
+
+def _causal_decay(c: Array) -> Array:
+    """`exp(c_t - c_j)` for j <= t and 0 elsewhere, `[B, T, T, H]` (t before j) from `c [B, T, H]`."""
+    T = c.shape[1]
+    causal = jnp.tril(jnp.ones((T, T), bool))[None, :, :, None]
+    # Masked before the exponential: above the diagonal the difference is positive and may overflow.
+    return jnp.exp(jnp.where(causal, c[:, :, None] - c[:, None], -jnp.inf))
+
+
+def _heads(grouped: Array, heads: int) -> Array:
+    """`[B, T, G, N]` to `[B, T, H, N]`."""
+    return jnp.repeat(grouped, heads // grouped.shape[2], axis=2)
+
+
+def _pad_time(leaf: Array, amount: int) -> Array:
+    return jnp.pad(leaf, [(0, 0), (0, amount)] + [(0, 0)] * (leaf.ndim - 2))

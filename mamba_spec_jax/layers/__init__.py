@@ -1,0 +1,1 @@
+"""Layers that models and drafters share."""

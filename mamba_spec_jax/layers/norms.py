@@ -1,0 +1,39 @@
+"""Root-mean-square norms, computed in float32."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mamba_spec_jax.array_types import Array
+
+
+class RMSNorm(nnx.Module):
+    """`weight * x / rms(x)` over the last axis (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, *, eps: float, param_dtype):
+        self.weight = nnx.Param(jnp.ones((size,), param_dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        normed = _unit_rms(x.astype(jnp.float32), self.eps)
+        return self.weight[...] * normed.astype(x.dtype)
+
+
+class GatedRMSNorm(nnx.Module):
+    """Mamba-2's norm: `weight * (x silu(z)) / rms(x silu(z))`, the rms taken within each of `groups` groups."""
+
+    def __init__(self, size: int, *, groups: int, eps: float, param_dtype):
+        if size % groups:
+            raise ValueError(f"GatedRMSNorm of size {size} cannot be split into {groups} equal groups")
+        self.weight = nnx.Param(jnp.ones((size,), param_dtype))
+        self.groups = groups
+        self.eps = eps
+
+    def __call__(self, x: Array, gate: Array) -> Array:
+        gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        grouped = gated.reshape(*x.shape[:-1], self.groups, -1)
+        return self.weight[...] * _unit_rms(grouped, self.eps).reshape(x.shape).astype(x.dtype)
+
+
+def _unit_rms(x: Array, eps: float) -> Array:
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)

@@ -1,0 +1,15 @@
+"""Rotary position embedding (Su et al. 2021), in the half-split layout of Llama-like checkpoints."""
+
+import jax.numpy as jnp
+
+from mamba_spec_jax.array_types import Array, Float, Tokens
+
+
+def apply_rotary(x: Float[Array, "B T H Dh"], positions: Tokens, theta: float) -> Float[Array, "B T H Dh"]:
+    """Rotates the pair (i, i + Dh/2) of every head by `position * theta^(-2i/Dh)`."""
+    half = x.shape[-1] // 2
+    frequencies = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None]
+    rotated = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+    return x * jnp.cos(angles).astype(x.dtype) + rotated * jnp.sin(angles).astype(x.dtype)

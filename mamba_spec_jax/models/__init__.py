@@ -1,0 +1,1 @@
+"""Hybrid language models and their checkpoints."""

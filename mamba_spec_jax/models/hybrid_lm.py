@@ -1,0 +1,284 @@
+"""A hybrid language model: the flax module with its weights, and the static model that runs it over a cache."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from mamba_spec_jax.array_types import Array, Hidden, Rows, Tokens
+from mamba_spec_jax.attention.base import AttentionBackend, ForwardBatch
+from mamba_spec_jax.attention.full import FullAttention
+from mamba_spec_jax.attention.hybrid import HybridAttnBackend
+from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
+from mamba_spec_jax.attention.mamba2 import Mamba2
+from mamba_spec_jax.cache.pools import HybridCache, advance_lengths
+from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
+from mamba_spec_jax.layers.mlp import GatedMLP, SparseMoE
+from mamba_spec_jax.layers.norms import RMSNorm
+from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.mixers import Attention, Mamba2Mixer, Mixed
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, SpeculativeMode
+
+
+class HybridLayer(nnx.Module):
+    """A token mixer and a feed-forward part, each behind a norm and scaled into the residual stream."""
+
+    def __init__(self, config: HybridConfig, layer_id: int, policy: DTypePolicy, rngs: nnx.Rngs):
+        mixer = Attention if config.layer_types[layer_id] == "attention" else Mamba2Mixer
+        dtypes = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
+        D = config.hidden_size
+        self.input_norm = RMSNorm(D, eps=config.norm_eps, param_dtype=policy.params)
+        self.mixer = mixer(config, layer_id, policy, rngs)
+        self.mlp_norm = RMSNorm(D, eps=config.norm_eps, param_dtype=policy.params)
+        self.shared_mlp = GatedMLP(D, config.shared_intermediate_size, **dtypes)
+        self.moe = (
+            SparseMoE(D, config.expert_intermediate_size, config.num_experts, config.experts_per_token, **dtypes)
+            if config.num_experts
+            else None
+        )
+        self.residual_multiplier = config.residual_multiplier
+
+    def __call__(
+        self, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch
+    ) -> Mixed:
+        mixed, cache, record = self.mixer(self.input_norm(x), backend, cache, record, batch)
+        x = x + mixed * self.residual_multiplier
+        normed = self.mlp_norm(x)
+        expanded = self.shared_mlp(normed)
+        if self.moe is not None:
+            expanded = self.moe(normed) + expanded
+        return x + expanded * self.residual_multiplier, cache, record
+
+
+class HybridLM(nnx.Module):
+    """Embedding, layers, final norm and output projection; holds the weights and nothing else."""
+
+    def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
+        self.config = config
+        dtypes = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
+        self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, **dtypes)
+        self.layers = nnx.List([HybridLayer(config, i, policy, rngs) for i in range(len(config.layer_types))])
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, param_dtype=policy.params)
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, **dtypes)
+        )
+
+    def __call__(
+        self,
+        tokens: Tokens,
+        backend: AttentionBackend,
+        cache: HybridCache,
+        batch: ForwardBatch,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> tuple[Hidden, HybridCache, VerifyRecord | None, tuple[Hidden, ...]]:
+        """The final hidden states, the cache, the record, and the outputs of `hidden_layers`."""
+        x = self.embed_tokens(tokens) * self.config.embedding_multiplier
+        record = backend.init_record(batch, x.dtype)
+        kept = {}
+        for layer_id, layer in enumerate(self.layers):
+            x, cache, record = layer(x, backend, cache, record, batch)
+            if layer_id in hidden_layers:
+                kept[layer_id] = x
+        return self.norm(x), cache, record, tuple(kept[i] for i in hidden_layers)
+
+    def logits(self, x: Array) -> Array:
+        """`[..., V]` float32 from final hidden states `[..., D]`."""
+        weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+        return product / self.config.logits_divisor
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridModel:
+    """The static side of a hybrid model; weights come in as `params`, state as `cache`.
+
+    Fulfils `mamba_spec_jax.speculative.protocol.SpeculativeModel`.
+
+    Attributes:
+        config: what the model is.
+        policy: dtypes.
+        backend: what mixes tokens and owns the commit.
+        graphdef: structure of the flax module, from `nnx.split`.
+        hidden_layers: layers whose outputs every pass returns as `hidden`.
+    """
+
+    config: HybridConfig
+    policy: DTypePolicy
+    backend: HybridAttnBackend
+    graphdef: Any
+    hidden_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def create(
+        cls,
+        config: HybridConfig,
+        policy: DTypePolicy | None = None,
+        *,
+        speculative_mode: SpeculativeMode = SpeculativeMode.DECODE,
+        strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
+        hidden_layers: tuple[int, ...] = (),
+        implementation: str | None = None,
+    ) -> "HybridModel":
+        """The model without weights.
+
+        Args:
+            config: what the model is.
+            policy: dtypes; None is all float32.
+            speculative_mode: which child verifies.
+            strategy: what a verify pass keeps for the commit.
+            hidden_layers: layers whose outputs a drafter reads.
+            implementation: of the commit kernel; None lets the device decide.
+        """
+        policy = policy or DTypePolicy()
+        unknown = [i for i in hidden_layers if not 0 <= i < len(config.layer_types)]
+        if unknown:
+            raise ValueError(f"hidden_layers {unknown} do not exist, expected 0..{len(config.layer_types) - 1}")
+        children = [
+            HybridLinearAttnBackend(
+                num_layers=len(config.layer_types),
+                full_attn_layers=config.attention_layers,
+                full=FullAttention(scale=config.attention_scale),
+                linear=Mamba2(
+                    heads=config.mamba_heads,
+                    head_dim=config.mamba_head_dim,
+                    state=config.mamba_state,
+                    groups=config.mamba_groups,
+                    conv_width=config.mamba_conv_width,
+                    chunk_size=config.mamba_chunk_size,
+                    dt_limits=config.time_step_limit,
+                    verify=verify,
+                    strategy=strategy,
+                    implementation=implementation,
+                ),
+                pool_spec=config.pool_spec(policy),
+            )
+            for verify in (SpeculativeMode.PREFILL, SpeculativeMode.DECODE)
+        ]
+        backend = HybridAttnBackend.create(*children, speculative_mode)
+        graphdef, _ = abstract_split(config, policy)
+        return cls(config, policy, backend, graphdef, hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def init_params(self, seed: int) -> Any:
+        """Random weights."""
+        return nnx.split(HybridLM(self.config, self.policy, nnx.Rngs(seed)))[1]
+
+    def abstract_params(self) -> Any:
+        """The weights' shapes and dtypes, allocating nothing."""
+        return abstract_split(self.config, self.policy)[1]
+
+    def init_cache(self, slots: int, max_len: int) -> HybridCache:
+        """An empty cache of `slots` slots with room for `max_len` tokens each."""
+        return HybridCache.create(self.backend.pool_spec, slots, max_len)
+
+    def prefill(
+        self,
+        params: Any,
+        tokens: Tokens,
+        cache: HybridCache,
+        *,
+        slots: Rows,
+        num_tokens: Rows,
+        kv_len: int | None = None,
+        mode: ForwardMode = ForwardMode.EXTEND,
+    ) -> ModelOutput:
+        """Appends a chunk of prompt to each row's slot.
+
+        Args:
+            params: weights.
+            tokens: `[B, T]`; feed prompts in power-of-two chunks, each T is traced once.
+            cache: donate it.
+            slots: `[B]` slot of each row, -1 for padding.
+            num_tokens: `[B]` real tokens of each row, 0..T.
+            kv_len: cache positions attention looks at (static); None looks at all.
+            mode: EXTEND, or DRAFT_EXTEND when a drafter catches up, or IDLE.
+
+        Returns:
+            `logits [B, V]` after each row's last real token, and the advanced cache.
+        """
+        if mode.defers_state:
+            raise ValueError(f"prefill got mode {mode.name}, expected EXTEND, DRAFT_EXTEND or IDLE")
+        lm, batch = self._begin("prefill", mode, params, tokens, cache, slots, num_tokens, kv_len)
+        x, cache, _, hidden = lm(tokens, self.backend, cache, batch, self.hidden_layers)
+        last = jnp.maximum(batch.num_tokens - 1, 0)[:, None, None]
+        logits = lm.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
+        if mode is not ForwardMode.IDLE:
+            cache = cache.replace(lengths=advance_lengths(cache, batch.slots, batch.num_tokens))
+        return ModelOutput(logits=logits, cache=cache, hidden=hidden)
+
+    def verify(
+        self,
+        params: Any,
+        draft: Draft,
+        cache: HybridCache,
+        *,
+        kv_len: int | None = None,
+        mode: ForwardMode = ForwardMode.TARGET_VERIFY,
+    ) -> ModelOutput:
+        """Runs root and drafts in one pass. Pools stay as they are until the commit of the returned record.
+
+        Args:
+            params: weights.
+            draft: the window.
+            cache: donate it; keys and values past the committed length are written.
+            kv_len: cache positions attention looks at (static); None looks at all.
+            mode: TARGET_VERIFY, or DECODE for a window that the decode child must run.
+
+        Returns:
+            `logits [B, T, V]`, the cache awaiting its commit, and the record to commit it with.
+        """
+        if not mode.defers_state:
+            raise ValueError(f"verify got mode {mode.name}, expected TARGET_VERIFY or DECODE")
+        lm, batch = self._begin("verify", mode, params, draft.tokens, cache, draft.slots, draft.num_tokens, kv_len)
+        x, cache, record, hidden = lm(draft.tokens, self.backend, cache, batch, self.hidden_layers)
+        return ModelOutput(lm.logits(x), cache.replace(awaiting_commit=True), record, hidden)
+
+    def decode(
+        self, params: Any, tokens: Rows, cache: HybridCache, *, slots: Rows, kv_len: int | None = None
+    ) -> ModelOutput:
+        """One token a row: a verify of T = 1 and its commit.
+
+        Args:
+            params: weights.
+            tokens: `[B]`.
+            cache: donate it.
+            slots: `[B]` slot of each row, -1 for padding.
+            kv_len: cache positions attention looks at (static).
+
+        Returns:
+            `logits [B, V]` and the advanced cache.
+        """
+        draft = Draft(tokens=tokens[:, None], lengths=jnp.zeros_like(slots), slots=slots)
+        output = self.verify(params, draft, cache, kv_len=kv_len, mode=ForwardMode.DECODE)
+        cache = self.backend.update_mamba_state_after_mtp_verify(output.cache, output.record, jnp.zeros_like(slots))
+        return output.replace(logits=output.logits[:, 0], cache=cache, record=None)
+
+    def _begin(
+        self, caller: str, mode: ForwardMode, params: Any, tokens: Tokens, cache: HybridCache,
+        slots: Rows, num_tokens: Rows, kv_len: int | None,
+    ) -> tuple[HybridLM, ForwardBatch]:  # fmt: skip
+        cache.require_committed(caller)
+        _check_rows(caller, tokens, slots, num_tokens)
+        batch = ForwardBatch.create(mode, cache, slots, num_tokens, tokens.shape[1], kv_len)
+        return nnx.merge(self.graphdef, params), batch
+
+
+def abstract_split(config: HybridConfig, policy: DTypePolicy) -> tuple[Any, Any]:
+    """Graph definition and abstract weights of `HybridLM`, allocating nothing."""
+    return nnx.split(nnx.eval_shape(lambda: HybridLM(config, policy, nnx.Rngs(0))))
+
+
+def _check_rows(caller: str, tokens: Array, slots: Array, num_tokens: Array) -> None:
+    if tokens.ndim != 2 or tokens.shape[1] < 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"{caller} got tokens {tokens.dtype}{list(tokens.shape)}, expected int32[B, T] with T >= 1")
+    for name, value in (("slots", slots), ("num_tokens", num_tokens)):
+        if value.shape != tokens.shape[:1] or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(
+                f"{caller} got {name} {value.dtype}{list(value.shape)}, expected int32[{tokens.shape[0]}]: one a row"
+            )
