@@ -6,7 +6,6 @@ import enum
 import jax.numpy as jnp
 import numpy as np
 
-
 _FLOAT32 = np.dtype(np.float32)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from mamba_spec_jax.array_types import ConvPool, Int32, KVBuffer, Rows, SSMPool
 
-
 _FLOAT32 = np.dtype(np.float32)
 
 
