@@ -1,0 +1,181 @@
+"""What the ops' arguments must be: shapes and dtypes while tracing, values on request.
+
+L layers, S slots, R source rows, T steps, B entries; every leaf of one call shares L, S, R and T.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Indices(NamedTuple):
+    """Which state goes where, all `[B]` int32: slots, steps, rows; and the second set, or None for both."""
+
+    slots: jax.Array
+    steps: jax.Array
+    rows: jax.Array
+    track_slots: jax.Array | None
+    track_steps: jax.Array | None
+
+
+class Leaf(NamedTuple):
+    """One array of the pool and what is written to it: its path for messages, `dst [L, S, ...]`, `src [L, R, T, ...]`."""
+
+    path: str
+    dst: jax.Array
+    src: jax.Array
+
+
+class Extent(NamedTuple):
+    """L, S, R and T of one call."""
+
+    layers: int
+    slots: int
+    rows: int
+    steps: int
+
+
+def pair_leaves(op: str, dst_name: str, dst: Any, src_name: str, src: Any) -> tuple[list[Leaf], Any]:
+    """Pairs two trees' leaves; returns them and the tree that `dst`'s leaves go back into."""
+    dst_paths, treedef = jax.tree_util.tree_flatten_with_path(dst)
+    src_leaves, src_treedef = jax.tree_util.tree_flatten(src)
+    if treedef != src_treedef:
+        raise ValueError(f"{op}: {src_name} is {src_treedef}, expected the structure of {dst_name}, {treedef}")
+    leaves = []
+    for (path, dst_leaf), src_leaf in zip(dst_paths, src_leaves, strict=True):
+        where = jax.tree_util.keystr(path)
+        leaf = Leaf(where, jnp.asarray(dst_leaf), jnp.asarray(src_leaf))
+        if leaf.dst.dtype != leaf.src.dtype:
+            raise ValueError(
+                f"{op}: {src_name}{where} is {leaf.src.dtype}, expected {leaf.dst.dtype}, the dtype of {dst_name}{where}"
+            )
+        leaves.append(leaf)
+    return leaves, treedef
+
+
+def check_leaves(
+    op: str, dst_name: str, src_name: str, leaves: list[Leaf], extent: Extent | None, *, windows: bool = False
+) -> Extent | None:
+    """Checks every leaf against the one L, S, R and T of the call, which the first leaf sets if `extent` is None.
+
+    windows: dst is `[L, S, W-1, C]` against src `[L, R, T, C]`, else `[L, S, *x]` against `[L, R, T, *x]`.
+    """
+    for leaf in leaves:
+        dst_at, src_at = dst_name + leaf.path, src_name + leaf.path
+        if windows:
+            check_shape(op, dst_at, leaf.dst, ("L", "S", "W-1", "C"))
+        elif leaf.dst.ndim < 2:
+            raise ValueError(f"{op}: {dst_at} has shape {list(leaf.dst.shape)}, expected [L, S, ...]")
+        if leaf.src.ndim < 3:
+            raise ValueError(f"{op}: {src_at} has shape {list(leaf.src.shape)}, expected [L, R, T, ...]")
+        if extent is None:
+            extent = Extent(*leaf.dst.shape[:2], *leaf.src.shape[1:3])
+        check_shape(op, dst_at, leaf.dst, (extent.layers, extent.slots, *leaf.dst.shape[2:]))
+        state = leaf.dst.shape[3:] if windows else leaf.dst.shape[2:]
+        check_shape(op, src_at, leaf.src, (extent.layers, extent.rows, extent.steps, *state))
+    return extent
+
+
+def check_shape(op: str, name: str, array: jax.Array, expected: tuple[int | str, ...]) -> None:
+    """Raises unless the shape matches; letters in `expected` match any size and appear in the message."""
+    fits = len(array.shape) == len(expected) and all(
+        isinstance(want, str) or want == size for size, want in zip(array.shape, expected, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(map(str, expected))
+        raise ValueError(f"{op}: {name} has shape {list(array.shape)}, expected [{wanted}]")
+
+
+def check_indices(
+    op: str, extent: Extent, slots: Any, steps: Any, rows: Any, track_slots: Any, track_steps: Any
+) -> Indices:
+    """The index arrays, checked; rows default to 0..B-1."""
+    if (track_slots is None) != (track_steps is None):
+        absent = "track_steps" if track_steps is None else "track_slots"
+        raise ValueError(
+            f"{op}: {absent} is None, but track_slots and track_steps only mean something together; pass both"
+        )
+    slots = _int32(op, "slots", slots)
+    check_shape(op, "slots", slots, ("B",))
+    batch = slots.shape[0]
+    if rows is None:
+        if batch > extent.rows:
+            raise ValueError(
+                f"{op}: slots has B = {batch} entries but the source only R = {extent.rows} rows; pass rows to say which "
+                "row each entry reads"
+            )
+        rows = jnp.arange(batch, dtype=jnp.int32)
+    others = {"steps": steps, "rows": rows}
+    if track_slots is not None:
+        others |= {"track_slots": track_slots, "track_steps": track_steps}
+    arrays = {name: _int32(op, name, value) for name, value in others.items()}
+    for name, array in arrays.items():
+        check_shape(op, name, array, (batch,))
+    return Indices(slots, arrays["steps"], arrays["rows"], arrays.get("track_slots"), arrays.get("track_steps"))
+
+
+def check_parents(op: str, parents: Any, batch: int, steps: int) -> jax.Array:
+    """The verify trees' parents `[B, T]`, checked."""
+    parents = _int32(op, "parents", parents)
+    check_shape(op, "parents", parents, (batch, steps))
+    return parents
+
+
+def check_values(op: str, extent: Extent, indices: Indices, parents: jax.Array | None, reads_slots: bool) -> None:
+    """Reports every duplicate and out-of-range index with its position; for eager calls only.
+
+    reads_slots: whether an entry reads its live slot even if only its tracked state is written.
+    """
+    given = {name: value for name, value in indices._asdict().items() if value is not None}
+    if parents is not None:
+        given["parents"] = parents
+    if any(isinstance(value, jax.core.Tracer) for value in given.values()):
+        raise ValueError(
+            f"{op}: validate=True reads index values, so it cannot run inside jit; call it eagerly or drop it"
+        )
+    values = {name: np.asarray(value) for name, value in given.items()}
+    limits = {"slots": extent.slots, "steps": extent.steps, "rows": extent.rows}
+    limits |= {"track_slots": extent.slots, "track_steps": extent.steps}
+    problems = []
+    inside = {}
+    for name, limit in limits.items():
+        if name in values:
+            inside[name] = (values[name] >= 0) & (values[name] < limit)
+            for i in np.flatnonzero(~inside[name] & (values[name] != -1)):
+                problems.append(f"{name}[{i}] = {values[name][i]} is out of range (-1 or 0..{limit - 1})")
+    if "parents" in values:
+        own = np.arange(extent.steps)
+        bad = (values["parents"] < -1) | (values["parents"] >= own)
+        problems += [
+            f"parents[{i}, {t}] = {values['parents'][i, t]} is not an earlier node or -1" for i, t in np.argwhere(bad)
+        ]
+
+    writes = inside["slots"] & inside["steps"] & inside["rows"]
+    targets = [("slots", i) for i in np.flatnonzero(writes)]
+    used = writes
+    if "track_slots" in values:
+        tracked = inside["track_slots"] & inside["track_steps"] & inside["rows"]
+        if reads_slots:
+            tracked &= inside["slots"]
+            used = writes | tracked
+        targets += [("track_slots", i) for i in np.flatnonzero(tracked)]
+    users: dict[int, list[tuple[str, int]]] = {}
+    for target in dict.fromkeys([*targets, *(("slots", i) for i in np.flatnonzero(used))]):
+        users.setdefault(int(values[target[0]][target[1]]), []).append(target)
+    for slot, entries in sorted(users.items()):
+        if len(entries) > 1 and any(entry in targets for entry in entries):
+            named = ", ".join(f"{name}[{i}]" for name, i in entries)
+            problems.append(f"slot {slot} is named more than once: {named}")
+    if problems:
+        raise ValueError(f"{op}: " + "; ".join(problems))
+
+
+def _int32(op: str, name: str, value: Any) -> jax.Array:
+    array = jnp.asarray(value)
+    if array.size == 0 and not isinstance(value, jax.Array | np.ndarray):
+        array = array.astype(jnp.int32)  # an empty list has no dtype of its own
+    if array.dtype != jnp.int32:
+        raise ValueError(f"{op}: {name} is {array.dtype}, expected int32; cast it with .astype(jnp.int32)")
+    return array
