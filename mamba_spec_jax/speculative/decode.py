@@ -1,0 +1,270 @@
+"""One step of speculative decoding, and loops of steps: draft, verify in one pass, accept, commit."""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mamba_spec_jax.array_types import Array, Float, Int32, RowFlags, Rows, Seeds, Tokens
+from mamba_spec_jax.cache.pools import HybridCache
+from mamba_spec_jax.cache.records import Draft
+from mamba_spec_jax.speculative.acceptance import accept
+from mamba_spec_jax.speculative.protocol import Drafter, Proposal, SpeculativeModel
+from mamba_spec_jax.speculative.sampling import Method
+from mamba_spec_jax.speculative.stop import StopConditions, StopReason, limit_accept
+
+
+@flax.struct.dataclass
+class Requests:
+    """What each row asks for.
+
+    Attributes:
+        slots: `[B]` cache slot, -1 for a padding row.
+        max_new: `[B]` tokens it may emit.
+        min_new: `[B]` tokens before an end-of-sequence token may be emitted; None for no such rule at all.
+        draft_limit: `[B]` most drafts a step; 0 decodes plainly inside the same compiled step.
+        seeds: `[B]` noise of its draws.
+        temperature: `[B]`; 0 is greedy.
+    """
+
+    slots: Rows
+    max_new: Rows
+    min_new: Rows | None
+    draft_limit: Rows
+    seeds: Seeds
+    temperature: Float[Array, "B"]
+
+
+@flax.struct.dataclass
+class Statistics:
+    """Counts since the start.
+
+    Attributes:
+        passes: `[B]` verify passes in which the row was active.
+        drafted: `[B]` tokens proposed to them.
+        histogram: `[B, T]` passes that emitted 1..T tokens, for the largest T the loop runs.
+    """
+
+    passes: Rows
+    drafted: Rows
+    histogram: Int32[Array, "B T"]
+
+    @property
+    def emitted(self) -> Rows:
+        """`[B]` tokens emitted."""
+        return jnp.sum(self.histogram * jnp.arange(1, self.histogram.shape[1] + 1), axis=1)
+
+    @property
+    def mean_acceptance_length(self) -> Float[Array, ""]:
+        """Tokens emitted per verify pass, bonus token included, over all rows; 0 before the first pass."""
+        return jnp.sum(self.emitted) / jnp.maximum(jnp.sum(self.passes), 1)
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """All that changes from step to step.
+
+    A row's last token, the root, is always one ahead of its cache: it enters with the next verify pass.
+
+    Attributes:
+        cache: the target's.
+        drafter: the drafter's own state.
+        tokens: `[B, M]` prompt and emitted tokens.
+        lengths: `[B]` how many of them are real, at least 1.
+        prompt_lengths: `[B]`.
+        reasons: `[B]` `StopReason` of finished rows, NONE for the others.
+        stop_states: `[B]` how far each row is into a stop string.
+        requests: what the rows ask for.
+        statistics: counts.
+        logprobs: `[B, M]` float32 of the emitted tokens under the target, None unless asked for.
+    """
+
+    cache: HybridCache
+    drafter: Any
+    tokens: Tokens
+    lengths: Rows
+    prompt_lengths: Rows
+    reasons: Rows
+    stop_states: Rows
+    requests: Requests
+    statistics: Statistics
+    logprobs: Float[Array, "B M"] | None = None
+
+    @property
+    def active(self) -> RowFlags:
+        """`[B]` rows that still decode."""
+        return (self.reasons == StopReason.NONE.value) & (self.requests.slots >= 0)
+
+    @property
+    def new_tokens(self) -> Rows:
+        """`[B]` tokens emitted so far."""
+        return self.lengths - self.prompt_lengths
+
+
+def speculative_decode_step(
+    model: SpeculativeModel,
+    params: Any,
+    state: DecodeState,
+    drafter: Drafter,
+    method: Method,
+    num_drafts: int,
+    stops: StopConditions | None = None,
+) -> DecodeState:
+    """Drafts up to `num_drafts` tokens a row, verifies them in one pass, and commits exactly what was accepted.
+
+    Pure, for your own `jax.jit`: make `model`, `drafter`, `method` and `num_drafts` static, and donate `state`.
+    Nothing is emitted or committed past a stop; finished rows change nothing.
+
+    Args:
+        model: target.
+        params: its weights.
+        state: consumed.
+        drafter: proposes; `num_drafts = 0` never asks it.
+        method: how tokens are chosen.
+        num_drafts: K; the verify pass has T = K + 1 columns.
+        stops: what ends a row, besides its budget.
+
+    Raises:
+        ValueError: while tracing, if the model's or the drafter's commit was left out, or shapes disagree.
+    """
+    requests = state.requests
+    active = state.active
+    stops = StopConditions.create() if stops is None else stops
+    if num_drafts + 1 > state.statistics.histogram.shape[1]:
+        raise ValueError(
+            f"num_drafts is {num_drafts}, but the state was made for at most "
+            f"{state.statistics.histogram.shape[1] - 1}: pass max_drafts to init_decode"
+        )
+    remaining = requests.max_new - state.new_tokens
+    proposal = _propose(drafter, state, num_drafts)
+    draft = _draft(state, proposal, active, jnp.minimum(requests.draft_limit, remaining - 1))
+
+    output = model.verify(params, draft, state.cache)
+    T = num_drafts + 1
+    forbidden = None
+    if requests.min_new is not None:
+        forbidden = stops.forbidden(model.vocab_size, state.new_tokens, requests.min_new, T)
+    result = accept(
+        method,
+        output.logits,
+        draft,
+        seeds=requests.seeds,
+        positions=state.lengths[:, None] + jnp.arange(T, dtype=jnp.int32),
+        temperature=requests.temperature,
+        forbidden=forbidden,
+        with_logprobs=state.logprobs is not None,
+    )
+    outcome = limit_accept(result, stops, state.stop_states, remaining)
+    result = outcome.result
+
+    cache = model.backend.update_mamba_state_after_mtp_verify(
+        output.cache, output.record, result.last_correct_step_indices
+    )
+    drafter_state = drafter.update(proposal.state, output, result.tokens, result.accept_lens, active)
+    _require_commits(cache, drafter_state)
+    return dataclasses.replace(
+        state,
+        cache=cache,
+        drafter=drafter_state,
+        tokens=_append(state.tokens, state.lengths, result.tokens, result.accept_lens),
+        lengths=state.lengths + result.accept_lens,
+        reasons=jnp.where(outcome.finished, outcome.reasons, state.reasons),
+        stop_states=outcome.states,
+        statistics=_count(state.statistics, draft, result.accept_lens, active),
+        logprobs=None
+        if state.logprobs is None
+        else _append(state.logprobs, state.lengths, result.logprobs, result.accept_lens),
+    )
+
+
+def decode_steps(
+    model: SpeculativeModel,
+    params: Any,
+    state: DecodeState,
+    drafter: Drafter,
+    method: Method,
+    num_drafts: int,
+    stops: StopConditions | None,
+    num_steps: int,
+) -> DecodeState:
+    """`num_steps` steps with a known trip count, so that no predicate travels to the host; arguments as the step's."""
+    return jax.lax.fori_loop(
+        0,
+        num_steps,
+        lambda _, carry: speculative_decode_step(model, params, carry, drafter, method, num_drafts, stops),
+        state,
+    )
+
+
+def decode_until_finished(
+    model: SpeculativeModel,
+    params: Any,
+    state: DecodeState,
+    drafter: Drafter,
+    method: Method,
+    num_drafts: int,
+    stops: StopConditions | None = None,
+) -> DecodeState:
+    """Steps until every row has finished, as one `while_loop`: for programs that embed a whole generation.
+
+    On a GPU the loop's predicate is read on the host after every step; `generate` avoids that.
+    """
+    return jax.lax.while_loop(
+        lambda carry: jnp.any(carry.active),
+        lambda carry: speculative_decode_step(model, params, carry, drafter, method, num_drafts, stops),
+        state,
+    )
+
+
+def _propose(drafter: Drafter, state: DecodeState, num_drafts: int) -> Proposal:
+    B = state.lengths.shape[0]
+    if num_drafts == 0:
+        return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B,), jnp.int32), state.drafter)
+    proposal = drafter.propose(state.drafter, state.tokens, state.lengths, num_drafts)
+    if proposal.tokens.shape != (B, num_drafts) or proposal.lengths.shape != (B,):
+        raise ValueError(
+            f"{type(drafter).__name__}.propose returned tokens {proposal.tokens.shape} and lengths "
+            f"{proposal.lengths.shape}, expected {(B, num_drafts)} and {(B,)}"
+        )
+    return proposal
+
+
+def _draft(state: DecodeState, proposal: Proposal, active: RowFlags, limit: Rows) -> Draft:
+    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    return Draft(
+        tokens=jnp.concatenate([root, proposal.tokens.astype(jnp.int32)], axis=1),
+        lengths=jnp.where(active, jnp.clip(proposal.lengths, 0, jnp.maximum(limit, 0)), 0),
+        slots=jnp.where(active, state.requests.slots, -1),
+        probs=proposal.probs,
+    )
+
+
+def _require_commits(cache: HybridCache, drafter_state: Any) -> None:
+    """A verify pass whose commit was left out shows in the cache's static flag, the target's and the drafter's."""
+    cache.require_committed("speculative_decode_step")
+
+    def is_cache(node):
+        return isinstance(node, HybridCache)
+
+    for node in jax.tree.leaves(drafter_state, is_leaf=is_cache):
+        if is_cache(node):
+            node.require_committed("speculative_decode_step, after the drafter's update,")
+
+
+def _append(buffer: Array, lengths: Rows, window: Array, counts: Rows) -> Array:
+    """Writes the first `counts[b]` columns of each row's window behind its real tokens."""
+    columns = jnp.arange(window.shape[1])
+    index = jnp.where(columns < counts[:, None], lengths[:, None] + columns, buffer.shape[1])
+    rows = jnp.arange(buffer.shape[0])[:, None]
+    return buffer.at[rows, index].set(window.astype(buffer.dtype), mode="drop")
+
+
+def _count(statistics: Statistics, draft: Draft, accept_lens: Rows, active: RowFlags) -> Statistics:
+    lengths = jnp.arange(1, statistics.histogram.shape[1] + 1)
+    return Statistics(
+        passes=statistics.passes + active,
+        drafted=statistics.drafted + jnp.where(active, draft.lengths, 0),
+        histogram=statistics.histogram + (accept_lens[:, None] == lengths),
+    )

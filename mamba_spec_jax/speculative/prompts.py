@@ -1,0 +1,139 @@
+"""From prompts to a decode state: checks, a cache of the right size, and the prefill."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mamba_spec_jax.array_types import Rows
+from mamba_spec_jax.cache.pools import HybridCache
+from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics
+from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
+from mamba_spec_jax.speculative.stop import StopReason
+
+PREFILL_CHUNK = 256
+
+
+def init_decode(
+    model: SpeculativeModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafter: Drafter,
+    max_drafts: int,
+    max_new: int | Sequence[int] = 128,
+    min_new: int | Sequence[int] = 0,
+    draft_limit: int | Sequence[int] | None = None,
+    seeds: int | Sequence[int] = 0,
+    temperature: float | Sequence[float] = 1.0,
+    logprobs: bool = False,
+) -> DecodeState:
+    """Checks the prompts, makes a cache that holds prompt and output, and prefills all but each row's last token.
+
+    Args:
+        model, params, prompts, drafter: as for `generate`.
+        max_drafts: the most drafts a step will ask for.
+        max_new: tokens to emit, for all rows or each.
+        min_new: tokens before an end-of-sequence token may be emitted.
+        draft_limit: most drafts a step; None is `max_drafts`.
+        seeds: of each row's draws; a single number is counted up from row to row.
+        temperature: used by `Sampling`; 0 is greedy.
+        logprobs: whether to keep each emitted token's log-probability.
+    """
+    lengths = _check_prompts(prompts, model.vocab_size)
+    B = len(prompts)
+    max_new_rows = _per_row("max_new", max_new, B, np.int32, least=0)
+    min_new_rows = _per_row("min_new", min_new, B, np.int32, least=0)
+    limit_rows = _per_row("draft_limit", max_drafts if draft_limit is None else draft_limit, B, np.int32, least=0)
+    temperature_rows = _per_row("temperature", temperature, B, np.float32, least=0)
+    if np.any(min_new_rows > max_new_rows):
+        raise ValueError(f"min_new {min_new_rows.tolist()} exceeds max_new {max_new_rows.tolist()}")
+    seed_rows = (np.arange(B) + seeds if isinstance(seeds, int) else _per_row("seeds", seeds, B, np.int64)) % 2**32
+
+    max_len = _next_power_of_two(int(np.max(lengths + max_new_rows)))
+    tokens = np.zeros((B, max_len), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    slots = jnp.arange(B, dtype=jnp.int32)
+    cache = prefill_prompts(model, params, model.init_cache(B, max_len), tokens, lengths - 1, slots)
+    return DecodeState(
+        cache=cache,
+        drafter=drafter.init(B, max_len),
+        tokens=jnp.asarray(tokens),
+        lengths=jnp.asarray(lengths),
+        prompt_lengths=jnp.asarray(lengths),
+        reasons=jnp.asarray(np.where(max_new_rows > 0, StopReason.NONE, StopReason.MAX_NEW).astype(np.int32)),
+        stop_states=jnp.zeros((B,), jnp.int32),
+        requests=Requests(
+            slots=slots,
+            max_new=jnp.asarray(max_new_rows),
+            min_new=jnp.asarray(min_new_rows) if np.any(min_new_rows) else None,
+            draft_limit=jnp.asarray(limit_rows),
+            seeds=jnp.asarray(seed_rows.astype(np.uint32)),
+            temperature=jnp.asarray(temperature_rows),
+        ),
+        statistics=Statistics(
+            passes=jnp.zeros((B,), jnp.int32),
+            drafted=jnp.zeros((B,), jnp.int32),
+            histogram=jnp.zeros((B, max_drafts + 1), jnp.int32),
+        ),
+        logprobs=jnp.zeros((B, max_len), jnp.float32) if logprobs else None,
+    )
+
+
+def prefill_prompts(
+    model: SpeculativeModel, params: Any, cache: HybridCache, tokens: np.ndarray, counts: np.ndarray, slots: Rows
+) -> HybridCache:
+    """Prefills the first `counts[b]` columns of each row in power-of-two chunks, one trace a chunk size."""
+    start, longest = 0, int(counts.max())
+    while start < longest:
+        size = min(PREFILL_CHUNK, _next_power_of_two(longest - start))
+        window = np.zeros((tokens.shape[0], size), np.int32)
+        real = tokens[:, start : start + size]
+        window[:, : real.shape[1]] = real
+        num_tokens = np.clip(counts - start, 0, size).astype(np.int32)
+        cache = _prefill(model, params, jnp.asarray(window), cache, slots, jnp.asarray(num_tokens))
+        start += size
+    return cache
+
+
+def _prefill_chunk(model, params, tokens, cache, slots, num_tokens):
+    return model.prefill(params, tokens, cache, slots=slots, num_tokens=num_tokens).cache
+
+
+_prefill = jax.jit(_prefill_chunk, static_argnums=0, donate_argnums=3)
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
+    if not prompts:
+        raise ValueError("generate got no prompts, expected at least one row")
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(
+                f"prompt {row} is empty, expected at least one token: start with a beginning-of-text token"
+            )
+        ids = np.asarray(prompt)
+        if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
+            raise ValueError(f"prompt {row} is {ids.dtype}{list(ids.shape)}, expected a list of token ids")
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(f"prompt {row} has token ids {ids.min()}..{ids.max()}, expected 0..{vocab_size - 1}")
+    return np.asarray([len(prompt) for prompt in prompts], np.int32)
+
+
+def _per_row(name: str, value: Any, batch: int, dtype: Any, least: float = -np.inf) -> np.ndarray:
+    rows = np.asarray(value)
+    if rows.ndim > 1 or (rows.ndim == 1 and len(rows) != batch):
+        raise ValueError(f"{name} has shape {list(rows.shape)}, expected one value or {batch}, one a prompt")
+    if np.issubdtype(dtype, np.integer) and not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(f"{name} is {value!r}, expected integers")
+    if not np.all(np.isfinite(rows)) or (least is not None and np.any(rows < least)):
+        raise ValueError(
+            f"{name} is {value!r}, expected finite values{'' if least is None else f' of at least {least}'}"
+        )
+    return np.broadcast_to(rows, (batch,)).astype(dtype)
