@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_spec_jax.array_types import ConvPool, Int32, KVBuffer, Rows, SSMPool
+from mamba_spec_jax.cache.memory import require_fits
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -111,9 +112,15 @@ class HybridCache:
 
     @classmethod
     def create(cls, spec: PoolSpec, slots: int, max_len: int) -> "HybridCache":
-        """An empty cache of `slots` slots with room for `max_len` tokens each."""
+        """An empty cache of `slots` slots with room for `max_len` tokens each; MemoryError if it cannot fit."""
         if slots < 1 or max_len < 1:
             raise ValueError(f"HybridCache.create got slots={slots}, max_len={max_len}, expected both at least 1")
+        parts = {
+            "ssm": spec.ssm_bytes(slots),
+            "conv": spec.conv_bytes(slots),
+            "keys and values": spec.kv_bytes(slots, max_len),
+        }
+        require_fits(f"a cache of {slots} slots of {max_len} tokens", parts)
         kv_shape = spec.kv_shape(slots, max_len)
         keys, values = (
             tuple(jnp.zeros(kv_shape, spec.kv_dtype) for _ in range(spec.attention_layers)) for _ in range(2)

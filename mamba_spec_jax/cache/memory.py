@@ -1,0 +1,39 @@
+"""Whether an allocation can fit, asked before it is made."""
+
+import os
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+
+def device_bytes() -> int | None:
+    """Bytes the default device could still give: free memory of a GPU, all memory of a CPU; None if it does not say."""
+    device = jnp.zeros(()).device if jax.config.jax_default_device is None else jax.config.jax_default_device
+    stats = device.memory_stats() if isinstance(device, jax.Device) else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if jax.default_backend() != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_fits(what: str, parts: Mapping[str, int]) -> None:
+    """Raises MemoryError naming the parts if they cannot fit; inside a trace, where nothing is allocated, never."""
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        return
+    needed, available = sum(parts.values()), device_bytes()
+    if available is not None and needed > available:
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        raise MemoryError(
+            f"{what} needs {format_bytes(needed)} ({listed}), but the device has {format_bytes(available)}: "
+            "use fewer slots, a shorter max_len or smaller dtypes"
+        )
+
+
+def format_bytes(size: int) -> str:
+    """`1.5 GiB` for 1610612736."""
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
