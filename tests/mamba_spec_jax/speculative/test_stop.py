@@ -1,0 +1,199 @@
+"""Stopping on the device against a brute-force search in the bytes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_spec_jax.speculative.acceptance import AcceptResult
+from mamba_spec_jax.speculative.stop import StopAutomaton, StopConditions, StopReason, limit_accept
+from mamba_spec_jax.speculative.text import cut_at_stop
+
+B, T, V = 3, 4, 6
+STREAM = 12
+# Few letters, so that stop strings overlap, repeat and end inside tokens; shapes are padded so that nothing retraces.
+MAX_STATES = 16
+letters = st.sampled_from([b"a", b"b"])
+stop_lists = st.lists(st.lists(letters, min_size=1, max_size=4).map(b"".join), min_size=1, max_size=3)
+tables = st.lists(st.lists(letters, max_size=3).map(b"".join), min_size=V, max_size=V)
+streams = st.lists(st.lists(st.integers(0, V - 1), min_size=STREAM, max_size=STREAM), min_size=B, max_size=B)
+
+jit_limit = jax.jit(limit_accept)
+
+
+def padded(automaton):
+    """The same automaton with unused states between the last one and the match."""
+    table = np.asarray(automaton.transitions)
+    matched, last = len(table) - 1, MAX_STATES - 1
+    out = np.zeros((MAX_STATES, V), np.int32)
+    out[:matched] = np.where(table[:matched] == matched, last, table[:matched])
+    out[last] = last
+    return StopAutomaton(jnp.asarray(out))
+
+
+def first_stop(tokens, table, stops):
+    """Index of the first token with which the text contains a stop string, None for none."""
+    text = b""
+    for index, token in enumerate(tokens):
+        text += table[token]
+        if any(stop in text for stop in stops):
+            return index
+    return None
+
+
+advance = jax.jit(lambda automaton, states, tokens, lengths: automaton.advance(states, tokens, lengths))
+
+
+@given(stops=stop_lists, table=tables, streams=streams, data=st.data())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_automaton_finds_what_a_search_finds(stops, table, streams, data):
+    """Token streams read in windows of uneven length, zero included, each row at its own pace."""
+    automaton = padded(StopAutomaton.build(stops, table))
+    states = jnp.zeros((B,), jnp.int32)
+    read = np.zeros(B, int)
+    found = [None] * B
+    while read.min() < STREAM:
+        lengths = np.array(data.draw(st.lists(st.integers(0, T), min_size=B, max_size=B)))
+        if lengths.max() == 0:
+            lengths[:] = T
+        lengths = np.minimum(lengths, STREAM - read)
+        if lengths.max() == 0:
+            lengths = np.minimum(T, STREAM - read)
+        window = np.full((B, T), V - 1, np.int32)
+        for b in range(B):
+            window[b, : lengths[b]] = streams[b][read[b] : read[b] + lengths[b]]
+        first, states = advance(automaton, states, window, lengths)
+        for b in range(B):
+            if first[b] < lengths[b] and found[b] is None:
+                found[b] = read[b] + int(first[b])
+        read += lengths
+    assert found == [first_stop(tokens, table, stops) for tokens in streams]
+    # Where the device stops, the host finds the text to cut, and not a token earlier.
+    for tokens, at in zip(streams, found, strict=True):
+        text = b"".join(table[token] for token in tokens[: STREAM if at is None else at])
+        assert cut_at_stop(text, stops) == (text, False)
+        if at is not None:
+            kept, cut = cut_at_stop(text + table[tokens[at]], stops)
+            assert cut
+            assert not any(stop in kept for stop in stops)
+
+
+def test_stop_string_inside_and_across_tokens():
+    table = [b"xx", b"<e", b"nd", b">y", b"a<end>b", "é".encode()[:1], "é".encode()[1:]]
+    automaton = StopAutomaton.build(["<end>", "é"], table)
+    assert automaton.num_states == 7  # the proper prefixes of both, and the match
+    assert automaton.nbytes == 7 * 7 * 4
+    for tokens, expected in (
+        ([0, 1, 2, 3], 3),
+        ([4, 0, 0, 0], 0),
+        ([1, 1, 2, 3], 3),
+        ([1, 2, 0, 3], 4),
+        ([0, 5, 6, 0], 2),
+        ([6, 5, 5, 0], 4),
+        ([1, 2, -1, 3], 4),
+        ([1, 2, 99, 3], 4),
+    ):
+        first, _ = automaton.advance(jnp.zeros((1,), jnp.int32), jnp.array([tokens]), jnp.array([4]))
+        assert first.tolist() == [expected], tokens
+
+
+def result_of(tokens, lengths, logprobs=True):
+    lengths = jnp.asarray(lengths, jnp.int32)
+    emitted = jnp.arange(T) < lengths[:, None]
+    return AcceptResult(
+        tokens=jnp.where(emitted, jnp.asarray(tokens, jnp.int32), -1),
+        accept_lens=lengths,
+        last_correct_step_indices=lengths - 1,
+        logprobs=jnp.where(emitted, -1.5, 0.0) if logprobs else None,
+    )
+
+
+@given(
+    stops=stop_lists,
+    table=tables,
+    tokens=st.lists(st.lists(st.integers(0, V - 1), min_size=T, max_size=T), min_size=B, max_size=B),
+    lengths=st.lists(st.integers(0, T), min_size=B, max_size=B),
+    remaining=st.lists(st.integers(0, T + 2), min_size=B, max_size=B),
+    eos=st.tuples(st.integers(0, V), st.integers(0, V)),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_rows_are_cut_at_their_first_stop(stops, table, tokens, lengths, remaining, eos):
+    conditions = StopConditions(jnp.array(eos, jnp.int32), padded(StopAutomaton.build(stops, table)))
+    result = result_of(tokens, lengths)
+    outcome = jit_limit(result, conditions, conditions.initial_states(B), jnp.array(remaining, jnp.int32))
+    for b in range(B):
+        window = tokens[b][: lengths[b]]
+        matched = first_stop(window, table, stops)
+        reason, kept = StopReason.NONE, len(window)
+        for index, token in enumerate(window):
+            if index >= remaining[b]:
+                reason, kept = StopReason.MAX_NEW, 0
+            elif token in eos:
+                reason, kept = StopReason.EOS, index + 1
+            elif index == matched:
+                reason, kept = StopReason.STOP_STRING, index + 1
+            elif index + 1 == remaining[b]:
+                reason, kept = StopReason.MAX_NEW, index + 1
+            if reason != StopReason.NONE:
+                break
+        assert (outcome.reasons[b], outcome.result.accept_lens[b]) == (reason, kept)
+        assert outcome.finished[b] == (reason != StopReason.NONE)
+        assert outcome.result.last_correct_step_indices[b] == kept - 1
+        assert outcome.result.tokens[b].tolist() == window[:kept] + [-1] * (T - kept)
+        assert outcome.result.logprobs[b].tolist() == [-1.5] * kept + [0] * (T - kept)
+
+
+def test_partial_match_carries_over_a_step_and_rows_without_tokens_keep_it():
+    conditions = StopConditions.create((), ["abc"], [b"a", b"b", b"c"])
+    budget = jnp.full((2,), 100)
+    first = limit_accept(
+        result_of([[2, 0, 1, 2], [2, 0, 1, 2]], [3, 3]), conditions, conditions.initial_states(2), budget
+    )
+    assert first.reasons.tolist() == [StopReason.NONE] * 2
+    idle = limit_accept(result_of([[2] * T] * 2, [0, 1], False), conditions, first.states, budget)
+    assert idle.reasons.tolist() == [StopReason.NONE, StopReason.STOP_STRING]
+    last = limit_accept(result_of([[2] * T] * 2, [2, 0], False), conditions, idle.states, budget)
+    assert last.reasons.tolist() == [StopReason.STOP_STRING, StopReason.NONE]
+    assert last.result.accept_lens.tolist() == [1, 0]
+
+
+def test_without_conditions_only_the_budget_stops():
+    conditions = StopConditions.create()
+    outcome = limit_accept(
+        result_of([[1, 2, 3, 4]] * 3, [4, 4, 4]), conditions, conditions.initial_states(3), jnp.array([9, 4, 2])
+    )
+    assert outcome.reasons.tolist() == [StopReason.NONE, StopReason.MAX_NEW, StopReason.MAX_NEW]
+    assert outcome.result.accept_lens.tolist() == [4, 4, 2]
+
+
+def test_end_of_sequence_is_forbidden_until_min_new():
+    conditions = StopConditions.create((1, 4))
+    forbidden = conditions.forbidden(6, jnp.array([0, 5, 3]), jnp.array([2, 5, 4]), 3)
+    expected = np.zeros((3, 3, 6), bool)
+    expected[0, :2, [1, 4]] = True  # its third token may be the last
+    expected[2, :1, [1, 4]] = True
+    np.testing.assert_array_equal(forbidden, expected)
+    assert not StopConditions.create().forbidden(6, jnp.array([0]), jnp.array([9]), 3).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            functools.partial(StopAutomaton.build, ["abcd", "xy"], [b"a"] * 1000, max_bytes=10_000),
+            r"2 stop strings need a table of 6 states x 1000 tokens x 4 bytes = 24,000 bytes, expected at most "
+            r"max_bytes=10,000: use fewer or shorter ones",
+        ),
+        (functools.partial(StopAutomaton.build, ["ab", ""], [b"a"]), r"\['ab', ''\] is empty"),
+        (functools.partial(StopAutomaton.build, "ab", [b"a"]), "stop strings came as the single 'ab', expected a list"),
+        (functools.partial(StopConditions.create, (), ["ab"]), r"stop strings \['ab'\] came without token_bytes"),
+        (functools.partial(StopConditions.create, (2, -1)), r"eos_ids=\(2, -1\), expected token ids of at least 0"),
+    ],
+)
+def test_errors_name_the_values(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
