@@ -21,7 +21,7 @@ class Indices(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One array of the pool and what is written to it: its path for messages, `dst [L, S, ...]`, `src [L, R, T, ...]`."""
+    """One array of the pool and what is written to it: path, `dst [L, S, ...]`, `src [L, R, T, ...]`."""
 
     path: str
     dst: jax.Array
@@ -39,6 +39,7 @@ class Extent(NamedTuple):
 
 def pair_leaves(op: str, dst_name: str, dst: Any, src_name: str, src: Any) -> tuple[list[Leaf], Any]:
     """Pairs two trees' leaves; returns them and the tree that `dst`'s leaves go back into."""
+    treedef: Any
     dst_paths, treedef = jax.tree_util.tree_flatten_with_path(dst)
     src_leaves, src_treedef = jax.tree_util.tree_flatten(src)
     if treedef != src_treedef:
@@ -49,7 +50,7 @@ def pair_leaves(op: str, dst_name: str, dst: Any, src_name: str, src: Any) -> tu
         leaf = Leaf(where, jnp.asarray(dst_leaf), jnp.asarray(src_leaf))
         if leaf.dst.dtype != leaf.src.dtype:
             raise ValueError(
-                f"{op}: {src_name}{where} is {leaf.src.dtype}, expected {leaf.dst.dtype}, the dtype of {dst_name}{where}"
+                f"{op}: {src_name}{where} is {leaf.src.dtype}, expected {leaf.dst.dtype} as {dst_name}{where}"
             )
         leaves.append(leaf)
     return leaves, treedef
@@ -103,8 +104,8 @@ def check_indices(
     if rows is None:
         if batch > extent.rows:
             raise ValueError(
-                f"{op}: slots has B = {batch} entries but the source only R = {extent.rows} rows; pass rows to say which "
-                "row each entry reads"
+                f"{op}: slots has B = {batch} entries but the source only R = {extent.rows} rows; pass rows to say "
+                "which row each entry reads"
             )
         rows = jnp.arange(batch, dtype=jnp.int32)
     others = {"steps": steps, "rows": rows}
@@ -153,16 +154,16 @@ def check_values(op: str, extent: Extent, indices: Indices, parents: jax.Array |
         ]
 
     writes = inside["slots"] & inside["steps"] & inside["rows"]
-    targets = [("slots", i) for i in np.flatnonzero(writes)]
+    targets = [("slots", i) for i in np.flatnonzero(writes).tolist()]
     used = writes
     if "track_slots" in values:
         tracked = inside["track_slots"] & inside["track_steps"] & inside["rows"]
         if reads_slots:
             tracked &= inside["slots"]
             used = writes | tracked
-        targets += [("track_slots", i) for i in np.flatnonzero(tracked)]
+        targets += [("track_slots", i) for i in np.flatnonzero(tracked).tolist()]
     users: dict[int, list[tuple[str, int]]] = {}
-    for target in dict.fromkeys([*targets, *(("slots", i) for i in np.flatnonzero(used))]):
+    for target in dict.fromkeys([*targets, *(("slots", i) for i in np.flatnonzero(used).tolist())]):
         users.setdefault(int(values[target[0]][target[1]]), []).append(target)
     for slot, entries in sorted(users.items()):
         if len(entries) > 1 and any(entry in targets for entry in entries):

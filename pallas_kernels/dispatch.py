@@ -6,7 +6,7 @@
 | NVIDIA sm_80, sm_86, sm_89, sm_120      | `triton`                                                           |
 | NVIDIA sm_90, sm_100                    | `triton` until measured; `mosaic_gpu` where a jax has no Triton    |
 
-Asked while tracing: the device is the one an abstract mesh names (ahead-of-time compilation), else jax's default device.
+Asked while tracing: the device is the one an abstract mesh names (ahead-of-time compilation), else jax's default.
 """
 
 import re
@@ -21,8 +21,8 @@ Implementation = Literal["xla", "triton", "mosaic_gpu"]
 
 # What each op has been written for.
 OPS: dict[str, tuple[Implementation, ...]] = {
-    "state_scatter": ("xla",),
-    "state_commit": ("xla",),
+    "state_scatter": ("xla", "triton"),
+    "state_commit": ("xla", "triton"),
 }
 
 # An abstract device has a name but no capability. Longer names are tried first.
@@ -85,7 +85,8 @@ def target() -> Device:
     abstract = compat.abstract_device()
     if abstract is not None:
         return _from_abstract(abstract)
-    default = jax.config.jax_default_device
+    config: Any = jax.config
+    default = config.jax_default_device
     if default is None:
         return _from_device(jax.devices()[0])
     return _from_device(jax.devices(default)[0] if isinstance(default, str) else default)
@@ -163,8 +164,8 @@ def _from_abstract(device: Any) -> Device:
     kind = _KIND.search(device.device_kind)
     if device.platform == "gpu" and kind is None:
         raise ValueError(
-            f"the abstract device {device.device_kind!r} is not in pallas_kernels.dispatch, so its compute capability is "
-            f"unknown; known are {', '.join(_CAPABILITIES)}"
+            f"the abstract device {device.device_kind!r} is not in pallas_kernels.dispatch, so its compute capability "
+            f"is unknown; known are {', '.join(_CAPABILITIES)}"
         )
     return Device(device.platform, device.device_kind, _CAPABILITIES[kind.group(1)] if kind else None)
 

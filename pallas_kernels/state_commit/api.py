@@ -7,7 +7,7 @@ import jax
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import Indices, check_indices, check_leaves, check_parents, check_values, pair_leaves
 from pallas_kernels.dispatch import Choice, Implementation
-from pallas_kernels.state_commit import reference
+from pallas_kernels.state_commit import reference, triton
 
 _OP = "state_commit"
 
@@ -33,11 +33,11 @@ def state_commit(
         ssm[l, slots[i]]  = ssm_states[l, rows[i], steps[i]]
         conv[l, slots[i]] = last W-1 of (conv[l, slots[i]] ++ conv_inputs[l, rows[i]] along the path root..steps[i])
 
-    and the same for the tracked set, whose window starts from the live slot's old one, before this commit. In the shapes
-    below, L is layers, S slots, R source rows, T nodes, B entries, W conv width, C channels. An entry whose live slot,
-    row or node is out of range is skipped (-1 is the padding index); a tracked state also needs its own slot and node
-    in range, not the live node. All other bytes stay as they are. When the caller's jit donates the pools, nothing
-    is copied. A slot written by one entry and named by another, live or tracked, ends up undefined.
+    and the same for the tracked set, whose window starts from the live slot's old one, before this commit. In the
+    shapes below, L is layers, S slots, R source rows, T nodes, B entries, W conv width, C channels. An entry whose live
+    slot, row or node is out of range is skipped (-1 is the padding index); its tracked state needs the live slot, the
+    row, and its own slot and node in range. All other bytes stay as they are. When the caller's jit donates the pools,
+    nothing is copied. A slot written by one entry and named by another, live or tracked, ends up undefined.
 
     Args:
         ssm: pytree of `[L, S, *x]`, the SSM pool; donate it. It may have no leaves if `conv` has some.
@@ -112,5 +112,7 @@ def _run(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     arrays = (ssm, conv, ssm_states, conv_inputs, parents, indices)
     match choice.implementation:
+        case "triton":
+            return triton.commit(*arrays, interpret=interpret)
         case "xla":
             return reference.commit(*arrays, row_copies=choice.device.platform == "cpu")

@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels.arguments import Indices
 from pallas_kernels.state_commit.window import earlier, taps
 from pallas_kernels.state_scatter import reference as state_scatter
-from pallas_kernels.state_scatter.reference import for_each, inside, movable, restored, scatter_rows
+from pallas_kernels.state_scatter.reference import bits, for_each, inside, movable, restored, scatter_rows
 
 
 def commit(
@@ -40,13 +40,13 @@ def commit(
 
 
 def _windows_by_row(pool, inputs, parents, indices):
-    layers, num_slots, width, channels = pool.shape
+    layers, _, width, channels = pool.shape
     live, track = _targets(pool, inputs, parents, indices)
     inputs = movable(inputs)
 
     def write(i, pool):
         slot, row = indices.slots[i], indices.rows[i]
-        old = lax.dynamic_slice(pool, (0, slot, 0, 0), (layers, 1, width, channels))
+        old = bits(lax.dynamic_slice(pool, (0, slot, 0, 0), (layers, 1, width, channels)))
 
         def window(where):
             columns = []
@@ -54,8 +54,8 @@ def _windows_by_row(pool, inputs, parents, indices):
                 tap = where[i, j]
                 column = lax.dynamic_slice(old, (0, 0, jnp.minimum(tap, width - 1), 0), (layers, 1, 1, channels))
                 fresh = lax.dynamic_slice(inputs, (0, row, jnp.maximum(tap - width, 0), 0), column.shape)
-                columns.append(jnp.where(tap < width, column, fresh))
-            return jnp.concatenate(columns, axis=2)
+                columns.append(jnp.where(tap < width, column, bits(fresh)))
+            return restored(jnp.concatenate(columns, axis=2), pool.dtype)
 
         now = window(live.taps)
         if track is None:
@@ -82,7 +82,8 @@ def _windows_at_once(pool, inputs, parents, indices):
     for target in targets:
         kept = jnp.take_along_axis(old, jnp.minimum(target.taps, width - 1)[None, :, :, None], axis=2)
         fresh = inputs.at[layer, row, jnp.maximum(target.taps - width, 0)].get(mode="clip")
-        windows.append(jnp.where((target.taps < width)[:, :, None], kept, fresh))
+        window = jnp.where((target.taps < width)[:, :, None], bits(kept), bits(fresh))
+        windows.append(restored(window, pool.dtype))
     slots = jnp.concatenate([target.slots for target in targets])
     valid = jnp.concatenate([target.valid for target in targets])
     return scatter_rows(pool, slots, valid, jnp.concatenate(windows, axis=1))

@@ -7,7 +7,7 @@ import jax
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import Indices, check_indices, check_leaves, check_values, pair_leaves
 from pallas_kernels.dispatch import Choice, Implementation
-from pallas_kernels.state_scatter import reference
+from pallas_kernels.state_scatter import reference, triton
 
 _OP = "state_scatter"
 
@@ -25,10 +25,10 @@ def state_scatter(
     interpret: bool = False,
     validate: bool = False,
 ) -> Any:
-    """Sets `dst[l, slots[i]] = src[l, rows[i], steps[i]]` for every layer l and entry i, and likewise for the tracked set.
+    """Sets `dst[l, slots[i]] = src[l, rows[i], steps[i]]` for every layer l and entry i, and the tracked set likewise.
 
-    In the shapes below, L is layers, S slots, R source rows, T steps, B entries. An entry whose slot, step or row is out
-    of range is skipped (-1 is the padding index); all other bytes of `dst` stay as they are. When the caller's jit
+    In the shapes below, L is layers, S slots, R source rows, T steps, B entries. An entry whose slot, step or row is
+    out of range is skipped (-1 is the padding index); all other bytes of `dst` stay as they are. When the caller's jit
     donates `dst`, nothing is copied. A slot named by two entries, live or tracked, ends up undefined.
 
     Args:
@@ -75,5 +75,7 @@ def _run(
     choice: Choice, pools: list[jax.Array], states: list[jax.Array], indices: Indices, interpret: bool
 ) -> list[jax.Array]:
     match choice.implementation:
+        case "triton":
+            return triton.scatter(pools, states, indices, interpret=interpret)
         case "xla":
             return reference.scatter(pools, states, indices, row_copies=choice.device.platform == "cpu")

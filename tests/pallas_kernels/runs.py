@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from pallas_kernels import compat, dispatch
+from tests.pallas_kernels import oracle
 
 RUNS = {
     "xla": {},
@@ -20,6 +21,11 @@ no_interpreter = pytest.mark.skipif(
 every_run = pytest.mark.parametrize(
     "run", ["xla", "xla-off-cpu", "triton", pytest.param("mosaic_gpu", marks=no_interpreter)]
 )
+
+
+def filler(run):
+    """What fills arrays: any bits, but where a GPU's kernel runs on a CPU only what XLA's CPU compiler moves unchanged."""
+    return oracle.random_bytes if run == "xla" else oracle.random_values
 
 
 def jitted(op, run, donate=(0,), **static):

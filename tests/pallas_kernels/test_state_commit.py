@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pallas_kernels import state_commit
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.draws import index_sets, trees
-from tests.pallas_kernels.runs import every_run, jitted
+from tests.pallas_kernels.runs import every_run, filler, jitted
 
 
 class Case(NamedTuple):
@@ -53,13 +53,12 @@ def commit(run, ssm, conv, states, inputs, sets, parents=None):
 
 def pools(rng, case, run):
     ssm, conv = oracle.DTYPES[case.ssm], oracle.DTYPES[case.conv]
-    # XLA keeps one kind of NaN when it moves 16-bit values on a CPU in this form; a GPU moves them as they are.
-    fill = oracle.random_values if run == "xla-off-cpu" else oracle.random_bytes
+    fill = filler(run)
     return (
         fill(rng, (case.layers, case.slots, *case.state), ssm),
-        oracle.random_values(rng, (case.layers, case.slots, case.width - 1, case.channels), conv),
-        oracle.random_values(rng, (case.layers, case.rows, case.nodes, *case.state), ssm),
-        oracle.random_values(rng, (case.layers, case.rows, case.nodes, case.channels), conv),
+        fill(rng, (case.layers, case.slots, case.width - 1, case.channels), conv),
+        fill(rng, (case.layers, case.rows, case.nodes, *case.state), ssm),
+        fill(rng, (case.layers, case.rows, case.nodes, case.channels), conv),
     )
 
 

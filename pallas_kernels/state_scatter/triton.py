@@ -1,0 +1,150 @@
+"""The op as one Triton kernel, for sm_80 and later.
+
+Grid `(chunks, B, L)`: a program moves one chunk of one entry's state in one layer, to its live slot and to its tracked
+one; the chunks of all leaves are numbered through. Block: 16 KiB of one leaf, so that 4 warps have eight 128-bit loads a
+thread in flight, or the whole state where it is smaller. Bytes moved: each written state read once and written once,
+which is the least possible; skipped entries read their indices only. Precision: bits are moved, nothing is computed.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.arguments import Indices
+from pallas_kernels.compat import triton
+
+_BLOCK_BYTES = 16 * 1024
+NUM_WARPS = 4
+
+
+class Chunks(NamedTuple):
+    """A leaf's share of the grid: chunk ids `first .. first + count - 1`, each `block` elements of `size`."""
+
+    first: int
+    count: int
+    block: int
+    size: int
+
+    def start(self, chunk: jax.Array) -> jax.Array:
+        """The first element of a chunk."""
+        return (chunk - self.first) * self.block
+
+    def holds(self, chunk: jax.Array) -> jax.Array:
+        """Whether a chunk belongs to this leaf."""
+        return (chunk >= self.first) & (chunk < self.first + self.count)
+
+    def mask(self, chunk: jax.Array) -> jax.Array | None:
+        """Which elements of a chunk exist; None where all do."""
+        if self.size % self.block == 0:
+            return None
+        return self.start(chunk) + jnp.arange(self.block) < self.size
+
+
+class Entry(NamedTuple):
+    """What one program needs to know of its entry: scalars read from the index arrays."""
+
+    slot: jax.Array
+    step: jax.Array
+    row: jax.Array
+    has_slot: jax.Array
+    has_row: jax.Array
+    live: jax.Array
+    track_slot: jax.Array | None
+    track_step: jax.Array | None
+    track: jax.Array | None
+
+
+def scatter(pools: list[jax.Array], states: list[jax.Array], indices: Indices, *, interpret: bool) -> list[jax.Array]:
+    """The pools `[L, S, X]` with both index sets written from the states `[L, R, T, X]`."""
+    check_offsets("state_scatter", pools + states)
+    chunks = split([(pool.shape[2], block_of(pool)) for pool in pools])
+    arrays = [array for array in indices if array is not None]
+    num_pools, num_indices = len(pools), len(arrays)
+
+    def state_scatter_kernel(*refs):
+        index_refs, state_refs = refs[:num_indices], refs[num_indices : num_indices + num_pools]
+        pool_refs = refs[-num_pools:]
+        chunk, i, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        entry = read_entry(index_refs, i, pool_refs[0].shape[1], *state_refs[0].shape[1:3])
+        for part, pool_ref, state_ref in zip(chunks, pool_refs, state_refs, strict=True):
+            pl.when(part.holds(chunk))(functools.partial(copy_chunk, part, chunk, layer, entry, pool_ref, state_ref))
+
+    grid = (chunks[-1].first + chunks[-1].count, indices.slots.size, pools[0].shape[0])
+    return launch(state_scatter_kernel, grid, [*arrays, *states], pools, interpret)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], inputs: list[jax.Array], pools: list[jax.Array], interpret: bool):
+    """One launch of `kernel(*inputs, *pools, *pools)`, the pools updated in place."""
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[anywhere] * (len(inputs) + len(pools)),
+        out_specs=[anywhere] * len(pools),
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
+        input_output_aliases={len(inputs) + i: i for i in range(len(pools))},
+        compiler_params=triton.CompilerParams(num_warps=NUM_WARPS),
+        interpret=interpret,
+    )(*inputs, *pools)
+
+
+def read_entry(index_refs: Any, i: jax.Array, num_slots: int, num_rows: int, num_steps: int) -> Entry:
+    """Reads an entry's indices and tells which of its states are to be written."""
+    slot, step, row, *tracked = (triton.load(ref.at[i]) for ref in index_refs)
+    has_slot, has_row = _inside(slot, num_slots), _inside(row, num_rows)
+    live = has_slot & has_row & _inside(step, num_steps)
+    if not tracked:
+        return Entry(slot, step, row, has_slot, has_row, live, None, None, None)
+    track_slot, track_step = tracked
+    track = has_row & _inside(track_slot, num_slots) & _inside(track_step, num_steps)
+    return Entry(slot, step, row, has_slot, has_row, live, track_slot, track_step, track)
+
+
+def copy_chunk(part: Chunks, chunk: jax.Array, layer: jax.Array, entry: Entry, pool_ref: Any, state_ref: Any) -> None:
+    """Moves one chunk of a state to the entry's slots."""
+    at, mask = pl.ds(part.start(chunk), part.block), part.mask(chunk)
+
+    def move(slot, step):
+        values = triton.load(state_ref.at[layer, entry.row, step, at], mask=mask)
+        triton.store(pool_ref.at[layer, slot, at], values, mask=mask)
+
+    pl.when(entry.live)(lambda: move(entry.slot, entry.step))
+    if entry.track is not None:
+        pl.when(entry.track)(lambda: move(entry.track_slot, entry.track_step))
+
+
+def split(leaves: list[tuple[int, int]]) -> list[Chunks]:
+    """Numbers the chunks of leaves given as (size, block)."""
+    chunks, first = [], 0
+    for size, block in leaves:
+        block = min(block, pl.next_power_of_2(size))
+        count = pl.cdiv(size, block)
+        chunks.append(Chunks(first, count, block, size))
+        first += count
+    return chunks
+
+
+def block_of(array: jax.Array) -> int:
+    """Elements of a block that moves a leaf."""
+    return _BLOCK_BYTES // array.dtype.itemsize
+
+
+def check_offsets(op: str, arrays: list[jax.Array]) -> None:
+    """Refuses arrays whose offsets the Triton backend would compute in 32 bits and overflow.
+
+    It decides by bytes (64-bit past 2**32 of them) while it counts in elements, so arrays of one-byte elements between
+    2**31 and 2**32 bytes would be addressed wrongly.
+    """
+    for array in arrays:
+        if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
+            raise NotImplementedError(
+                f"{op}: the Triton backend computes wrong offsets in a {array.dtype} array of {array.size} elements, "
+                "between 2**31 and 2**32 bytes; pass implementation='xla', or split or enlarge the pool"
+            )
+
+
+def _inside(index: jax.Array, limit: int) -> jax.Array:
+    return (index >= 0) & (index < limit)
