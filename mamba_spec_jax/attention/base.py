@@ -1,6 +1,6 @@
 """What every backend is told about a pass, and what the layers hand it."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import flax.struct
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ class AttentionBackend(Protocol):
         ...
 
     def forward(
-        self, layer_id: int, inputs: object, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch
+        self, layer_id: int, inputs: Any, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch
     ) -> tuple[Array, HybridCache, VerifyRecord | None]: ...
 
     def update_mamba_state_after_mtp_verify(

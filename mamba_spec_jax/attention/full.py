@@ -34,7 +34,8 @@ class FullAttention:
         keys = _write_window(kv.keys[index], inputs.key, batch)
         values = _write_window(kv.values[index], inputs.value, batch)
         output = self._attend(inputs.query, keys, values, batch)
-        kv = kv.replace(
+        kv = dataclasses.replace(
+            kv,
             keys=(*kv.keys[:index], keys, *kv.keys[index + 1 :]),
             values=(*kv.values[:index], values, *kv.values[index + 1 :]),
         )

@@ -90,10 +90,10 @@ class HybridLinearAttnBackend:
             return self._idle_output(inputs), cache, record
         if isinstance(inputs, AttentionInputs):
             output, kv = self.full.forward(self.full_attn_layers.index(layer_id), inputs, cache.kv, batch)
-            return output, cache.replace(kv=kv), record
+            return output, dataclasses.replace(cache, kv=kv), record
         index = layer_id - sum(other < layer_id for other in self.full_attn_layers)
         output, pool, record = self.linear.forward(index, inputs, cache.mamba, record, batch)
-        return output, cache.replace(mamba=pool), record
+        return output, dataclasses.replace(cache, mamba=pool), record
 
     def update_mamba_state_after_mtp_verify(
         self,
@@ -142,7 +142,7 @@ class HybridLinearAttnBackend:
         steps = real(last_correct_step_indices)
         pool = self.linear.commit(cache.mamba, record, steps, mamba_track_indices, real(mamba_steps_to_track))
         lengths = advance_lengths(cache, record.slots, steps + 1)
-        return cache.replace(mamba=pool, lengths=lengths, awaiting_commit=False)
+        return dataclasses.replace(cache, mamba=pool, lengths=lengths, awaiting_commit=False)
 
     def _idle_output(self, inputs: AttentionInputs | Mamba2Inputs) -> Array:
         if isinstance(inputs, AttentionInputs):

@@ -15,6 +15,7 @@ from mamba_spec_jax.cache.pools import MambaPool, PoolSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.modes import CommitStrategy, SpeculativeMode
 from pallas_kernels import state_commit
+from pallas_kernels.dispatch import Implementation
 
 
 @flax.struct.dataclass
@@ -88,7 +89,7 @@ class Mamba2:
     dt_limits: tuple[float, float] = (0.0, math.inf)
     verify: SpeculativeMode = SpeculativeMode.DECODE
     strategy: CommitStrategy = CommitStrategy.SNAPSHOT
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
     def __post_init__(self):
         if self.heads % self.groups:
@@ -165,7 +166,7 @@ class Mamba2:
         slots = slot_index(record.slots, pool.ssm.shape[1])
         # Both sets start from the live slot's old state, so the tracked one is folded before the live one is written.
         targets = [(record.slots, steps)]
-        if track_slots is not None:
+        if track_slots is not None and track_steps is not None:
             targets.append((track_slots, track_steps))
         folded = [(slot, node, self._replay(pool, record, slots, node)) for slot, node in targets]
         for slot, node, (ssm, conv) in folded:
@@ -200,7 +201,8 @@ class Mamba2:
         else:
             kept = ReplayInputs(x=inputs.x, dt=inputs.dt, B=inputs.B, A=A)
             recurrent = jax.tree.map(lambda buffer, leaf: buffer.at[index].set(leaf), record.recurrent, kept)
-        return record.replace(recurrent=recurrent, conv_inputs=record.conv_inputs.at[index].set(conv_inputs))
+        conv_inputs = record.conv_inputs.at[index].set(conv_inputs)
+        return dataclasses.replace(record, recurrent=recurrent, conv_inputs=conv_inputs)
 
     def _replay(self, pool: MambaPool, record: VerifyRecord, slots: Rows, steps: Rows) -> tuple[Array, Array]:
         """States and windows `[L, B, ...]` after node `steps[b]`, from what the live slots hold now."""

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 def device_bytes() -> int | None:
     """Bytes the default device could still give: free memory of a GPU, all memory of a CPU; None if it does not say."""
-    device = jnp.zeros(()).device if jax.config.jax_default_device is None else jax.config.jax_default_device
-    stats = device.memory_stats() if isinstance(device, jax.Device) else None
+    (device,) = jnp.zeros(()).devices()
+    stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    if jax.default_backend() != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
+    if device.platform != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,5 +1,7 @@
 """Which slot belongs to whom: host-side allocation, clearing on admission, and prefix-cache tracking."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Rows
@@ -53,7 +55,7 @@ def reset_slots(cache: HybridCache, slots: Rows) -> HybridCache:
         ssm=cache.mamba.ssm.at[:, index].set(0, mode="drop"),
         conv=cache.mamba.conv.at[:, index].set(0, mode="drop"),
     )
-    return cache.replace(mamba=mamba, lengths=cache.lengths.at[index].set(0, mode="drop"))
+    return dataclasses.replace(cache, mamba=mamba, lengths=cache.lengths.at[index].set(0, mode="drop"))
 
 
 def tracking_steps(lengths: Rows, accept_lens: Rows, interval: int) -> Rows:

@@ -1,5 +1,7 @@
 """Gated feed-forward layers: dense, and routed among experts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,9 +13,9 @@ class GatedMLP(nnx.Module):
     """`output(silu(gate) * up)`, gate and up from one projection (Shazeer 2020)."""
 
     def __init__(self, size: int, intermediate: int, *, dtype, param_dtype, rngs: nnx.Rngs):
-        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.input_linear = nnx.Linear(size, 2 * intermediate, **options)
-        self.output_linear = nnx.Linear(intermediate, size, **options)
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.input_linear = linear(size, 2 * intermediate)
+        self.output_linear = linear(intermediate, size)
 
     def __call__(self, x: Hidden) -> Hidden:
         gate, up = jnp.split(self.input_linear(x), 2, axis=-1)

@@ -19,6 +19,7 @@ from mamba_spec_jax.layers.norms import RMSNorm
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.mixers import Attention, Mamba2Mixer, Mixed
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, SpeculativeMode
+from pallas_kernels.dispatch import Implementation
 
 
 class HybridLayer(nnx.Module):
@@ -26,7 +27,7 @@ class HybridLayer(nnx.Module):
 
     def __init__(self, config: HybridConfig, layer_id: int, policy: DTypePolicy, rngs: nnx.Rngs):
         mixer = Attention if config.layer_types[layer_id] == "attention" else Mamba2Mixer
-        dtypes = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
+        dtypes: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
         D = config.hidden_size
         self.input_norm = RMSNorm(D, eps=config.norm_eps, param_dtype=policy.params)
         self.mixer = mixer(config, layer_id, policy, rngs)
@@ -56,7 +57,7 @@ class HybridLM(nnx.Module):
 
     def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
         self.config = config
-        dtypes = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
+        dtypes: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
         self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, **dtypes)
         self.layers = nnx.List([HybridLayer(config, i, policy, rngs) for i in range(len(config.layer_types))])
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, param_dtype=policy.params)
@@ -120,7 +121,7 @@ class HybridModel:
         speculative_mode: SpeculativeMode = SpeculativeMode.DECODE,
         strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
         hidden_layers: tuple[int, ...] = (),
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> "HybridModel":
         """The model without weights.
 
@@ -136,8 +137,9 @@ class HybridModel:
         unknown = [i for i in hidden_layers if not 0 <= i < len(config.layer_types)]
         if unknown:
             raise ValueError(f"hidden_layers {unknown} do not exist, expected 0..{len(config.layer_types) - 1}")
-        children = [
-            HybridLinearAttnBackend(
+
+        def child(verify: SpeculativeMode) -> HybridLinearAttnBackend:
+            return HybridLinearAttnBackend(
                 num_layers=len(config.layer_types),
                 full_attn_layers=config.attention_layers,
                 full=FullAttention(scale=config.attention_scale),
@@ -155,9 +157,12 @@ class HybridModel:
                 ),
                 pool_spec=config.pool_spec(policy),
             )
-            for verify in (SpeculativeMode.PREFILL, SpeculativeMode.DECODE)
-        ]
-        backend = HybridAttnBackend.create(*children, speculative_mode)
+
+        backend = HybridAttnBackend.create(
+            prefill=child(SpeculativeMode.PREFILL),
+            decode=child(SpeculativeMode.DECODE),
+            speculative_mode=speculative_mode,
+        )
         graphdef, _ = abstract_split(config, policy)
         return cls(config, policy, backend, graphdef, hidden_layers)
 
@@ -209,7 +214,7 @@ class HybridModel:
         last = jnp.maximum(batch.num_tokens - 1, 0)[:, None, None]
         logits = lm.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
         if mode is not ForwardMode.IDLE:
-            cache = cache.replace(lengths=advance_lengths(cache, batch.slots, batch.num_tokens))
+            cache = dataclasses.replace(cache, lengths=advance_lengths(cache, batch.slots, batch.num_tokens))
         return ModelOutput(logits=logits, cache=cache, hidden=hidden)
 
     def verify(
@@ -237,7 +242,7 @@ class HybridModel:
             raise ValueError(f"verify got mode {mode.name}, expected TARGET_VERIFY or DECODE")
         lm, batch = self._begin("verify", mode, params, draft.tokens, cache, draft.slots, draft.num_tokens, kv_len)
         x, cache, record, hidden = lm(draft.tokens, self.backend, cache, batch, self.hidden_layers)
-        return ModelOutput(lm.logits(x), cache.replace(awaiting_commit=True), record, hidden)
+        return ModelOutput(lm.logits(x), dataclasses.replace(cache, awaiting_commit=True), record, hidden)
 
     def decode(
         self, params: Any, tokens: Rows, cache: HybridCache, *, slots: Rows, kv_len: int | None = None
@@ -256,8 +261,12 @@ class HybridModel:
         """
         draft = Draft(tokens=tokens[:, None], lengths=jnp.zeros_like(slots), slots=slots)
         output = self.verify(params, draft, cache, kv_len=kv_len, mode=ForwardMode.DECODE)
-        cache = self.backend.update_mamba_state_after_mtp_verify(output.cache, output.record, jnp.zeros_like(slots))
-        return output.replace(logits=output.logits[:, 0], cache=cache, record=None)
+        cache = self.backend.update_mamba_state_after_mtp_verify(
+            output.cache,
+            output.record,  # type: ignore[arg-type]  # a verify always returns one
+            jnp.zeros_like(slots),
+        )
+        return dataclasses.replace(output, logits=output.logits[:, 0], cache=cache, record=None)
 
     def _begin(
         self, caller: str, mode: ForwardMode, params: Any, tokens: Tokens, cache: HybridCache,

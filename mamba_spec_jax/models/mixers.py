@@ -1,5 +1,7 @@
 """The token mixers of a hybrid layer: projections around what the backend computes over the cache."""
 
+import functools
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -23,18 +25,15 @@ class Attention(nnx.Module):
         self.layer_id = layer_id
         self.head_dim = config.head_dim
         self.rope_theta = config.rope_theta
-        options = {
-            "use_bias": config.attention_bias,
-            "dtype": policy.activations,
-            "param_dtype": policy.params,
-            "rngs": rngs,
-        }
+        linear = functools.partial(
+            nnx.Linear, use_bias=config.attention_bias, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
+        )
         query_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nnx.Linear(config.hidden_size, query_size, **options)
-        self.k_proj = nnx.Linear(config.hidden_size, kv_size, **options)
-        self.v_proj = nnx.Linear(config.hidden_size, kv_size, **options)
-        self.o_proj = nnx.Linear(query_size, config.hidden_size, **options)
+        self.q_proj = linear(config.hidden_size, query_size)
+        self.k_proj = linear(config.hidden_size, kv_size)
+        self.v_proj = linear(config.hidden_size, kv_size)
+        self.o_proj = linear(query_size, config.hidden_size)
 
     def __call__(
         self, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch
@@ -57,15 +56,12 @@ class Mamba2Mixer(nnx.Module):
         self.layer_id = layer_id
         self.inner = config.mamba_inner
         self.conv_channels = config.conv_channels
-        options = {
-            "use_bias": config.mamba_proj_bias,
-            "dtype": policy.activations,
-            "param_dtype": policy.params,
-            "rngs": rngs,
-        }
+        linear = functools.partial(
+            nnx.Linear, use_bias=config.mamba_proj_bias, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
+        )
         H, C = config.mamba_heads, config.conv_channels
-        self.in_proj = nnx.Linear(config.hidden_size, self.inner + C + H, **options)
-        self.out_proj = nnx.Linear(self.inner, config.hidden_size, **options)
+        self.in_proj = linear(config.hidden_size, self.inner + C + H)
+        self.out_proj = linear(self.inner, config.hidden_size)
         init = nnx.initializers.lecun_normal()
         self.conv_weight = nnx.Param(init(rngs.params(), (config.mamba_conv_width, C), policy.params))
         self.conv_bias = nnx.Param(jnp.zeros((C,), policy.params)) if config.mamba_conv_bias else None

@@ -142,6 +142,8 @@ def speculative_decode_step(
     draft = _draft(state, proposal, active, jnp.minimum(requests.draft_limit, remaining - 1))
 
     output = model.verify(params, draft, state.cache)
+    if output.record is None:
+        raise ValueError(f"{type(model).__name__}.verify returned no record, expected what its commit needs")
     T = num_drafts + 1
     forbidden = None
     if requests.min_new is not None:
@@ -174,7 +176,7 @@ def speculative_decode_step(
         stop_states=outcome.states,
         statistics=_count(state.statistics, draft, result.accept_lens, active),
         logprobs=None
-        if state.logprobs is None
+        if state.logprobs is None or result.logprobs is None
         else _append(state.logprobs, state.lengths, result.logprobs, result.accept_lens),
     )
 

@@ -101,10 +101,13 @@ def resolve_drafting(drafter: Drafter | None, depth: int | str | DepthPolicy | N
         raise ValueError(f"depth is {depth}, expected at least 0")
     if drafter is None:
         drafter = NgramDrafter(depth if isinstance(depth, int) else 8)
+    policy: DepthPolicy
     if depth is None or isinstance(depth, int):
-        policy: DepthPolicy = FixedDepth(drafter.max_drafts if depth is None else depth)
+        policy = FixedDepth(drafter.max_drafts if depth is None else depth)
+    elif isinstance(depth, str):
+        policy = AutoDepth(drafter.max_drafts)
     else:
-        policy = AutoDepth(drafter.max_drafts) if depth == "auto" else depth
+        policy = depth
     if policy.max_drafts > drafter.max_drafts:
         raise ValueError(f"depth is {policy.max_drafts}, but the drafter proposes at most {drafter.max_drafts} tokens")
     return drafter, policy
@@ -135,11 +138,11 @@ def decode_chunks(
     last_read = 0.0
     while most_remaining > 0 or in_flight:
         if most_remaining > 0:
-            num_drafts, programs, enqueued = policy.choose(), _run_chunk._cache_size(), time.perf_counter()
+            num_drafts, programs, enqueued = policy.choose(), _compiled_programs(), time.perf_counter()
             state, report = _run_chunk(
                 model, params, state, drafter, method, num_drafts, stops, chunk_steps, policy.max_drafts
             )
-            in_flight.append((report, num_drafts, _run_chunk._cache_size() == programs, enqueued))
+            in_flight.append((report, num_drafts, _compiled_programs() == programs, enqueued))
             most_remaining -= chunk_steps  # every active row emits at least one token a step
         if len(in_flight) > ahead or most_remaining <= 0:
             device_report, num_drafts, was_warm, enqueued = in_flight.pop(0)
@@ -189,6 +192,11 @@ def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, 
 
 
 _run_chunk = jax.jit(_chunk, static_argnums=(0, 3, 4, 5, 7, 8), donate_argnums=2)
+
+
+def _compiled_programs() -> int:
+    """How many chunk programs exist: a chunk whose call adds one has spent its time compiling."""
+    return _run_chunk._cache_size()  # type: ignore[attr-defined]
 
 
 def _window(tokens: Tokens, start: Rows, size: int) -> Tokens:
