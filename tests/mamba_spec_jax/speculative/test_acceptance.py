@@ -35,6 +35,17 @@ METHOD = Sampling((TopK(4), TopP(0.95), MinP(0.01)))
 jit_accept = jax.jit(accept, static_argnames=("method", "with_logprobs"))
 
 
+def run(logits, draft, method=METHOD, forbidden=None, temperature=ONES, **noise):
+    """`accept` with every argument given, so that cases of one shape share a program."""
+    noise = noise or NOISE
+    forbidden = np.zeros(logits.shape, bool) if forbidden is None else forbidden
+    return jit_accept(method, logits, draft, temperature=temperature, forbidden=forbidden, with_logprobs=True, **noise)
+
+
+def take(tree, rows):
+    return jax.tree.map(lambda leaf: leaf[rows], tree)
+
+
 def make_draft(tokens, lengths, slots=None, probs=None):
     slots = np.arange(len(tokens)) if slots is None else slots
     return Draft(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths), jnp.asarray(slots), probs)
@@ -85,7 +96,7 @@ def test_greedy_walk(data):
     slots = data.draw(st.lists(st.integers(-1, 4), min_size=B, max_size=B))
     # Drafts follow the argmax but for an offset: by one, or out of the vocabulary.
     tokens = [[0, *(b + w for b, w in zip(bs, ws, strict=True))][:T] for bs, ws in zip(best, wrong, strict=True)]
-    result = jit_accept(Greedy(), 5 * jax.nn.one_hot(jnp.array(best), V), make_draft(tokens, lengths, slots))
+    result = run(5 * np.eye(V, dtype=np.float32)[np.array(best)], make_draft(tokens, lengths, slots), Greedy())
     check_consistent(result)
     for b in range(B):
         expected = greedy_oracle(best[b], tokens[b], lengths[b]) if slots[b] >= 0 else []
@@ -101,10 +112,10 @@ def test_rows_at_temperature_zero_walk_greedily(with_probs):
         tokens=draft.tokens.at[:, 1:].set(best[:, :-1]).at[1, 2].set((best[1, 1] + 1) % V),
         lengths=jnp.array([0, 3, 1, 3, 2, 3]),
     )
-    expected = jit_accept(Greedy(), logits, draft)
+    expected = run(logits, draft, Greedy())
     assert expected.accept_lens.tolist() == [1, 2, 2, 4, 3, 4]
     temperature = jnp.array([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
-    got = jit_accept(METHOD, logits, draft, temperature=temperature, **NOISE)
+    got = run(logits, draft, temperature=temperature)
     cold = np.asarray(temperature) == 0
     for name in ("tokens", "accept_lens", "last_correct_step_indices"):
         np.testing.assert_array_equal(np.asarray(getattr(got, name))[cold], np.asarray(getattr(expected, name))[cold])
@@ -120,7 +131,7 @@ def test_point_mass_drafts_leave_plain_sampling_unchanged():
             right, tokens=right.tokens.at[np.arange(B), wrong_at].set((plain[np.arange(B), wrong_at - 1] + 1) % V)
         )
         for case, lengths in ((right, draft.lengths), (wrong, np.minimum(draft.lengths, wrong_at - 1)), (draft, None)):
-            result = jit_accept(METHOD, logits, case, temperature=ONES, **NOISE)
+            result = run(logits, case)
             check_consistent(result)
             emitted = np.arange(T) < np.asarray(result.accept_lens)[:, None]
             np.testing.assert_array_equal(np.asarray(result.tokens)[emitted], plain[emitted])
@@ -143,14 +154,8 @@ def test_rejection_accepts_and_corrects_by_its_rule():
     tokens = [[0, *([token] * (T - 1))] for _, token in rows]
     lengths = []
     for start in range(0, 400, 10):
-        result = jit_accept(
-            Sampling(),
-            logits,
-            make_draft(tokens, [3, 3, 3, 3, 0, 3], probs=probs),
-            seeds=SEEDS,
-            positions=POSITIONS + start,
-            temperature=ONES,
-        )
+        draft = make_draft(tokens, [3, 3, 3, 3, 0, 3], probs=probs)
+        result = run(logits, draft, seeds=SEEDS, positions=POSITIONS + start)
         check_consistent(result)
         lengths.append(np.asarray(result.accept_lens))
         emitted = np.asarray(result.tokens)
@@ -163,19 +168,23 @@ def test_rejection_accepts_and_corrects_by_its_rule():
     assert set(lengths[:, 2]) == {1, 2, 3, 4}  # accepted half the time
 
 
-@pytest.mark.parametrize(("uniform", "accepted"), [(0.0, [3, 0, 3]), (1 - 2**-24, [3, 0, 0])])
-def test_ends_of_the_uniform_draw(monkeypatch, uniform, accepted):
+def test_ends_of_the_uniform_draw(monkeypatch):
     """At 0 a draft that the target cannot emit is still refused; next to 1 equal distributions still accept."""
-    monkeypatch.setattr(acceptance, "draw_uniforms", lambda keys: jnp.full(keys.shape, uniform, jnp.float32))
     p = np.array([0.25, 0.75, 0.0, 0.0, 0.0])
     q = np.array([p, [0.0, 0.0, 1.0, 0.0, 0.0], [0.75, 0.25, 0.0, 0.0, 0.0]])
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (3, T, V))
-    draft = make_draft(
-        [[0, 1, 1, 1], [0, 2, 2, 2], [0, 0, 0, 0]], [3] * 3, probs=jnp.asarray(np.stack([q] * 3, axis=1), jnp.float32)
-    )
-    result = accept(Sampling(), logits, draft, seeds=SEEDS[:3], positions=POSITIONS[:3], temperature=ONES[:3])
-    assert (result.accept_lens - 1).tolist() == accepted
-    assert result.tokens[1, 0] in (0, 1)
+    probs = jnp.asarray(np.stack([q] * (T - 1), axis=1), jnp.float32)
+    draft = make_draft([[0, 1, 1, 1], [0, 2, 2, 2], [0, 0, 0, 0]], [3] * 3, probs=probs)
+
+    @jax.jit
+    def accept_at(uniform):
+        monkeypatch.setattr(acceptance, "draw_uniforms", lambda keys: jnp.full(keys.shape, uniform, jnp.float32))
+        return accept(Sampling(), logits, draft, seeds=SEEDS[:3], positions=POSITIONS[:3], temperature=ONES[:3])
+
+    for uniform, accepted in ((0.0, [3, 0, 3]), (1 - 2**-24, [3, 0, 0])):
+        result = accept_at(np.float32(uniform))
+        assert (result.accept_lens - 1).tolist() == accepted
+        assert result.tokens[1, 0] in (0, 1)
 
 
 def test_residual():
@@ -186,70 +195,59 @@ def test_residual():
 
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_rows_do_not_mix(with_probs):
-    """Permuting rows, taking one alone, and changing T change nothing but the order of rows and the columns."""
-    call = functools.partial(jit_accept, METHOD, with_logprobs=True)
+    """Permuting rows, or taking one alone and with a smaller T, changes nothing in them."""
+    temperature = np.array([1.0, 0.0, 0.5, 2.0, 1.0, 1.0], np.float32)
+    order = np.array([3, 0, 5, 1, 4, 2])
     lengths_seen = set()
     for seed in range(4):
         logits, draft = random_case(10 + seed, with_probs)
-        temperature = jnp.array([1.0, 0.0, 0.5, 2.0, 1.0, 1.0])
         if not with_probs:  # the first drafts right, or a random one would seldom be
             plain = drawn_tokens(METHOD, logits, temperature)
             draft = dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:3].set(plain[:, :2]))
-        whole = call(logits, draft, temperature=temperature, **NOISE)
+        draft = dataclasses.replace(draft, lengths=np.minimum(draft.lengths, 2))
+        case = jax.tree.map(np.asarray, (logits, draft, NOISE))
+        whole = run(case[0], case[1], temperature=temperature, **case[2])
         check_consistent(whole)
         lengths_seen |= set(whole.accept_lens.tolist())
 
-        def rows(index, tree):
-            return jax.tree.map(lambda leaf: leaf[index], tree)
+        logits, draft, noise = take(case, order)
+        permuted = run(logits, draft, temperature=temperature[order], **noise)
+        jax.tree.map(np.testing.assert_array_equal, permuted, take(whole, order))
 
-        order = jnp.array([3, 0, 5, 1, 4, 2])
-        permuted = call(logits[order], rows(order, draft), temperature=temperature[order], **rows(order, NOISE))
-        jax.tree.map(np.testing.assert_array_equal, permuted, rows(order, whole))
-        alone = slice(2, 3)
-        single = call(logits[alone], rows(alone, draft), temperature=temperature[alone], **rows(alone, NOISE))
-        jax.tree.map(np.testing.assert_array_equal, single, rows(alone, whole))
-
-        draft = dataclasses.replace(draft, lengths=jnp.minimum(draft.lengths, 2))
-        short = dataclasses.replace(
-            draft, tokens=draft.tokens[:, :3], probs=None if draft.probs is None else draft.probs[:, :2]
-        )
-        wide = call(logits, draft, temperature=temperature, **NOISE)
-        narrow = call(logits[:, :3], short, temperature=temperature, seeds=SEEDS, positions=POSITIONS[:, :3])
-        jax.tree.map(
-            np.testing.assert_array_equal, (narrow.tokens, narrow.accept_lens), (wide.tokens[:, :3], wide.accept_lens)
-        )
-    assert lengths_seen >= {1, 2, 3}
+        for row in range(B):
+            logits, draft, noise = take(case, slice(row, row + 1))
+            probs = None if draft.probs is None else draft.probs[:, :2]
+            short = dataclasses.replace(draft, tokens=draft.tokens[:, :3], probs=probs)
+            noise["positions"] = noise["positions"][:, :3]
+            alone = run(logits[:, :3], short, temperature=temperature[row : row + 1], **noise)
+            np.testing.assert_array_equal(alone.tokens[0], whole.tokens[row, :3])
+            np.testing.assert_array_equal(alone.accept_lens[0], whole.accept_lens[row])
+    assert lengths_seen == {1, 2, 3}
 
 
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_without_drafts_it_is_a_decode_step(with_probs):
     logits, _ = random_case(3, False)
     probs = jnp.zeros((B, 0, V)) if with_probs else None
-    result = jit_accept(
-        METHOD,
-        logits[:, :1],
-        make_draft([[0]] * B, [0] * B, [0, 1, 2, -1, 4, 5], probs),
-        seeds=SEEDS,
-        positions=POSITIONS[:, :1],
-        temperature=ONES,
-    )
+    draft = make_draft([[0]] * B, [0] * B, [0, 1, 2, -1, 4, 5], probs)
+    result = run(logits[:, :1], draft, seeds=SEEDS, positions=POSITIONS[:, :1])
     assert result.accept_lens.tolist() == [1, 1, 1, 0, 1, 1]
     expected = drawn_tokens(METHOD, logits)[:, :1].at[3].set(-1)
     np.testing.assert_array_equal(result.tokens, expected)
-    greedy = jit_accept(Greedy(), logits[:, :1], make_draft([[0]] * B, [0] * B))
+    greedy = run(logits[:, :1], make_draft([[0]] * B, [0] * B), Greedy(), seeds=SEEDS, positions=POSITIONS[:, :1])
     np.testing.assert_array_equal(greedy.tokens[:, 0], jnp.argmax(logits[:, 0], axis=-1))
 
 
-@pytest.mark.parametrize("method", [Greedy(), Sampling()])
+@pytest.mark.parametrize("method", [Greedy(), METHOD])
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_forbidden_tokens_are_neither_accepted_nor_emitted(method, with_probs):
     logits, draft = random_case(4, with_probs)
     logits = logits.at[:, :, 2].set(8.0)
     draft = dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:].set(2), lengths=jnp.full((B,), T - 1))
-    free = jit_accept(method, logits, draft, temperature=ONES, **NOISE)
+    free = run(logits, draft, method)
     assert np.all(free.accept_lens > 1)
     forbidden = jnp.zeros((B, T, V), bool).at[:, 1, 2].set(True)
-    result = jit_accept(method, logits, draft, temperature=ONES, forbidden=forbidden, **NOISE)
+    result = run(logits, draft, method, forbidden)
     assert np.all(result.accept_lens == 2)
     assert np.all(result.tokens[:, 0] == 2)
     assert np.all(result.tokens[:, 1] != 2)
@@ -258,7 +256,7 @@ def test_forbidden_tokens_are_neither_accepted_nor_emitted(method, with_probs):
 def test_log_probs_are_the_targets_own():
     logits, draft = random_case(5, True)
     forbidden = jnp.zeros((B, T, V), bool).at[:, :, 0].set(True)
-    result = jit_accept(METHOD, logits, draft, temperature=2 * ONES, forbidden=forbidden, with_logprobs=True, **NOISE)
+    result = run(logits, draft, forbidden=forbidden, temperature=2 * ONES)
     expected = jax.nn.log_softmax(logits, axis=-1)
     for b, t in np.ndindex(B, T):
         if t < result.accept_lens[b]:
