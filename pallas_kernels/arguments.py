@@ -11,11 +11,11 @@ import numpy as np
 
 
 class Indices(NamedTuple):
-    """Which state goes where, all `[B]` int32: slots, steps, rows; and the second set, or None for both."""
+    """Which state goes where, all `[B]` int32; rows None is 0..B-1, the track pair None is no second set."""
 
     slots: jax.Array
     steps: jax.Array
-    rows: jax.Array
+    rows: jax.Array | None
     track_slots: jax.Array | None
     track_steps: jax.Array | None
 
@@ -92,7 +92,7 @@ def check_shape(op: str, name: str, array: jax.Array, expected: tuple[int | str,
 def check_indices(
     op: str, extent: Extent, slots: Any, steps: Any, rows: Any, track_slots: Any, track_steps: Any
 ) -> Indices:
-    """The index arrays, checked; rows default to 0..B-1."""
+    """The index arrays, checked."""
     if (track_slots is None) != (track_steps is None):
         absent = "track_steps" if track_steps is None else "track_slots"
         raise ValueError(
@@ -101,20 +101,21 @@ def check_indices(
     slots = _int32(op, "slots", slots)
     check_shape(op, "slots", slots, ("B",))
     batch = slots.shape[0]
+    others = {"steps": steps}
     if rows is None:
         if batch > extent.rows:
             raise ValueError(
                 f"{op}: slots has B = {batch} entries but the source only R = {extent.rows} rows; pass rows to say "
                 "which row each entry reads"
             )
-        rows = jnp.arange(batch, dtype=jnp.int32)
-    others = {"steps": steps, "rows": rows}
+    else:
+        others["rows"] = rows
     if track_slots is not None:
         others |= {"track_slots": track_slots, "track_steps": track_steps}
     arrays = {name: _int32(op, name, value) for name, value in others.items()}
     for name, array in arrays.items():
         check_shape(op, name, array, (batch,))
-    return Indices(slots, arrays["steps"], arrays["rows"], arrays.get("track_slots"), arrays.get("track_steps"))
+    return Indices(slots, arrays["steps"], arrays.get("rows"), arrays.get("track_slots"), arrays.get("track_steps"))
 
 
 def check_parents(op: str, parents: Any, batch: int, steps: int) -> jax.Array:
@@ -136,7 +137,7 @@ def check_values(op: str, extent: Extent, indices: Indices, parents: jax.Array |
         raise ValueError(
             f"{op}: validate=True reads index values, so it cannot run inside jit; call it eagerly or drop it"
         )
-    values = {name: np.asarray(value) for name, value in given.items()}
+    values = {"rows": np.arange(indices.slots.size)} | {name: np.asarray(value) for name, value in given.items()}
     limits = {"slots": extent.slots, "steps": extent.steps, "rows": extent.rows}
     limits |= {"track_slots": extent.slots, "track_steps": extent.steps}
     problems = []

@@ -5,13 +5,12 @@ jax does not have it.
 """
 
 import warnings
-from types import ModuleType
 from typing import Any
 
 import jax
 
-triton: ModuleType | None
-mosaic_gpu: ModuleType | None
+triton: Any
+mosaic_gpu: Any
 
 try:
     from jax.experimental.pallas import triton

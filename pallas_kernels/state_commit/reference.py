@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels.arguments import Indices
 from pallas_kernels.state_commit.window import earlier, taps
 from pallas_kernels.state_scatter import reference as state_scatter
-from pallas_kernels.state_scatter.reference import bits, for_each, inside, movable, restored, scatter_rows
+from pallas_kernels.state_scatter.reference import bits, for_each, inside, movable, restored, scatter_rows, source_rows
 
 
 def commit(
@@ -27,6 +27,7 @@ def commit(
     row_copies: bool,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The pools with the live and tracked states and windows written; row_copies picks the form for CPUs."""
+    indices = indices._replace(rows=source_rows(indices))
     if indices.track_slots is not None:
         # A tracked window starts from the live slot's old one, so an entry without a live slot has no tracked state.
         has_slot = inside(indices.slots, (ssm + conv)[0].shape[1])
@@ -86,7 +87,8 @@ def _windows_at_once(pool, inputs, parents, indices):
         windows.append(restored(window, pool.dtype))
     slots = jnp.concatenate([target.slots for target in targets])
     valid = jnp.concatenate([target.valid for target in targets])
-    return scatter_rows(pool, slots, valid, jnp.concatenate(windows, axis=1))
+    # Without the barrier XLA reads the old windows inside the scatter, and copies the whole pool to be able to.
+    return scatter_rows(pool, slots, valid, lax.optimization_barrier(jnp.concatenate(windows, axis=1)))
 
 
 class _Target(NamedTuple):

@@ -1,11 +1,11 @@
 """The op as one Triton kernel, for sm_80 and later.
 
-Grid `(chunks, B, L)`: a program brings one chunk of one entry's state in one layer to its live slot and its tracked one;
-the chunks of all SSM leaves, then of all conv leaves, are numbered through. Blocks: 16 KiB of an SSM leaf (see
+Grid `(chunks, B, L)`: a program brings one chunk of one entry's state in one layer to its live slot and its tracked
+one; the chunks of all SSM leaves, then of all conv leaves, are numbered through. Blocks: 16 KiB of an SSM leaf (see
 `state_scatter/triton.py`); of a conv leaf 1024 channels with all W-1 columns, so that a thread owns whole channels and
-has read everything it needs of the slot before it writes there: windows are formed in place. Bytes moved: SSM states and
-the inputs on the path read once, states and windows written once, old windows read once; the least possible, but for
-old columns that the new windows do not keep. Precision: bits are moved, nothing is computed.
+has read everything it needs of the slot before it writes there: windows are formed in place. Bytes moved: SSM states
+and the inputs on the path read once, states and windows written once, old windows read once; the least possible, but
+for old columns that the new windows do not keep. Precision: bits are moved, nothing is computed.
 """
 
 import functools
@@ -36,13 +36,10 @@ def commit(
     pools, sources = ssm + conv, ssm_states + conv_inputs
     check_offsets("state_commit", pools + sources)
     chunks = split([(p.shape[2], block_of(p)) for p in ssm] + [(p.shape[3], _BLOCK_CHANNELS) for p in conv])
-    arrays = [array for array in indices if array is not None]
-    inputs = [*arrays, *([] if parents is None else [parents]), *sources]
     (num_layers, num_slots), (num_rows, num_steps) = pools[0].shape[:2], sources[0].shape[1:3]
 
-    def state_commit_kernel(*refs):
-        index_refs, parents_ref = refs[: len(arrays)], None if parents is None else refs[len(arrays)]
-        source_refs, pool_refs = refs[len(inputs) - len(pools) : len(inputs)], refs[-len(pools) :]
+    def state_commit_kernel(input_refs, source_refs, _, pool_refs):
+        index_refs, parents_ref = input_refs
         chunk, i, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         entry = read_entry(index_refs, i, num_slots, num_rows, num_steps)
         if entry.track is not None:
@@ -59,7 +56,7 @@ def commit(
                 pl.when(part.holds(chunk))(functools.partial(_form_windows, parent_of, *place))
 
     grid = (chunks[-1].first + chunks[-1].count, indices.slots.size, num_layers)
-    written = launch(state_commit_kernel, grid, inputs, pools, interpret)
+    written = launch(state_commit_kernel, grid, (indices, parents), sources, pools, interpret)
     return written[: len(ssm)], written[len(ssm) :]
 
 

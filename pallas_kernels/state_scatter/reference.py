@@ -18,10 +18,16 @@ from pallas_kernels.arguments import Indices
 def scatter(pools: list[jax.Array], states: list[jax.Array], indices: Indices, *, row_copies: bool) -> list[jax.Array]:
     """The pools with both index sets written; row_copies picks the form for CPUs."""
     write = _copy_rows if row_copies else _gather_and_scatter
-    pools = write(pools, states, indices.rows, indices.slots, indices.steps)
+    rows = source_rows(indices)
+    pools = write(pools, states, rows, indices.slots, indices.steps)
     if indices.track_slots is not None:
-        pools = write(pools, states, indices.rows, indices.track_slots, indices.track_steps)
+        pools = write(pools, states, rows, indices.track_slots, indices.track_steps)
     return pools
+
+
+def source_rows(indices: Indices) -> jax.Array:
+    """The row each entry reads, `[B]` int32."""
+    return jnp.arange(indices.slots.size, dtype=jnp.int32) if indices.rows is None else indices.rows
 
 
 def bits(array: jax.Array) -> jax.Array:

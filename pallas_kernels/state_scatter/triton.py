@@ -1,12 +1,13 @@
 """The op as one Triton kernel, for sm_80 and later.
 
 Grid `(chunks, B, L)`: a program moves one chunk of one entry's state in one layer, to its live slot and to its tracked
-one; the chunks of all leaves are numbered through. Block: 16 KiB of one leaf, so that 4 warps have eight 128-bit loads a
-thread in flight, or the whole state where it is smaller. Bytes moved: each written state read once and written once,
+one; the chunks of all leaves are numbered through. Block: 16 KiB of one leaf, so that 4 warps have eight 128-bit loads
+a thread in flight, or the whole state where it is smaller. Bytes moved: each written state read once and written once,
 which is the least possible; skipped entries read their indices only. Precision: bits are moved, nothing is computed.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +51,6 @@ class Entry(NamedTuple):
     step: jax.Array
     row: jax.Array
     has_slot: jax.Array
-    has_row: jax.Array
     live: jax.Array
     track_slot: jax.Array | None
     track_step: jax.Array | None
@@ -61,46 +61,58 @@ def scatter(pools: list[jax.Array], states: list[jax.Array], indices: Indices, *
     """The pools `[L, S, X]` with both index sets written from the states `[L, R, T, X]`."""
     check_offsets("state_scatter", pools + states)
     chunks = split([(pool.shape[2], block_of(pool)) for pool in pools])
-    arrays = [array for array in indices if array is not None]
-    num_pools, num_indices = len(pools), len(arrays)
+    (num_slots,), (num_rows, num_steps) = pools[0].shape[1:2], states[0].shape[1:3]
 
-    def state_scatter_kernel(*refs):
-        index_refs, state_refs = refs[:num_indices], refs[num_indices : num_indices + num_pools]
-        pool_refs = refs[-num_pools:]
+    def state_scatter_kernel(index_refs, state_refs, _, pool_refs):
         chunk, i, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        entry = read_entry(index_refs, i, pool_refs[0].shape[1], *state_refs[0].shape[1:3])
+        entry = read_entry(index_refs, i, num_slots, num_rows, num_steps)
         for part, pool_ref, state_ref in zip(chunks, pool_refs, state_refs, strict=True):
             pl.when(part.holds(chunk))(functools.partial(copy_chunk, part, chunk, layer, entry, pool_ref, state_ref))
 
     grid = (chunks[-1].first + chunks[-1].count, indices.slots.size, pools[0].shape[0])
-    return launch(state_scatter_kernel, grid, [*arrays, *states], pools, interpret)
+    return launch(state_scatter_kernel, grid, indices, states, pools, interpret)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], inputs: list[jax.Array], pools: list[jax.Array], interpret: bool):
-    """One launch of `kernel(*inputs, *pools, *pools)`, the pools updated in place."""
+def launch(
+    kernel: Callable,
+    grid: tuple[int, ...],
+    inputs: Any,
+    sources: list[jax.Array],
+    pools: list[jax.Array],
+    interpret: bool,
+) -> list[jax.Array]:
+    """One launch of `kernel(input refs, source refs, _, pool refs)`, each a pytree; the pools are updated in place."""
+    before = len(jax.tree.leaves((inputs, sources)))
+
+    def flat_kernel(*refs):
+        arguments = jax.tree.unflatten(jax.tree.structure((inputs, sources, pools)), refs[: before + len(pools)])
+        kernel(*arguments, refs[before + len(pools) :])
+
+    flat_kernel.__name__ = kernel.__name__
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        kernel,
+        flat_kernel,
         grid=grid,
-        in_specs=[anywhere] * (len(inputs) + len(pools)),
+        in_specs=[anywhere] * (before + len(pools)),
         out_specs=[anywhere] * len(pools),
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
-        input_output_aliases={len(inputs) + i: i for i in range(len(pools))},
+        input_output_aliases={before + i: i for i in range(len(pools))},
         compiler_params=triton.CompilerParams(num_warps=NUM_WARPS),
         interpret=interpret,
-    )(*inputs, *pools)
+    )(*jax.tree.leaves((inputs, sources, pools)))
 
 
-def read_entry(index_refs: Any, i: jax.Array, num_slots: int, num_rows: int, num_steps: int) -> Entry:
+def read_entry(index_refs: Indices, i: jax.Array, num_slots: int, num_rows: int, num_steps: int) -> Entry:
     """Reads an entry's indices and tells which of its states are to be written."""
-    slot, step, row, *tracked = (triton.load(ref.at[i]) for ref in index_refs)
+    read: Any = jax.tree.map(lambda ref: triton.load(ref.at[i]), index_refs)
+    slot, step, row, track_slot, track_step = read
+    row = i if row is None else row
     has_slot, has_row = _inside(slot, num_slots), _inside(row, num_rows)
     live = has_slot & has_row & _inside(step, num_steps)
-    if not tracked:
-        return Entry(slot, step, row, has_slot, has_row, live, None, None, None)
-    track_slot, track_step = tracked
+    if track_slot is None:
+        return Entry(slot, step, row, has_slot, live, None, None, None)
     track = has_row & _inside(track_slot, num_slots) & _inside(track_step, num_steps)
-    return Entry(slot, step, row, has_slot, has_row, live, track_slot, track_step, track)
+    return Entry(slot, step, row, has_slot, live, track_slot, track_step, track)
 
 
 def copy_chunk(part: Chunks, chunk: jax.Array, layer: jax.Array, entry: Entry, pool_ref: Any, state_ref: Any) -> None:

@@ -24,7 +24,7 @@ every_run = pytest.mark.parametrize(
 
 
 def filler(run):
-    """What fills arrays: any bits, but where a GPU's kernel runs on a CPU only what XLA's CPU compiler moves unchanged."""
+    """What fills arrays: any bits; where GPU code runs on a CPU, only what XLA's CPU compiler moves unchanged."""
     return oracle.random_bytes if run == "xla" else oracle.random_values
 
 

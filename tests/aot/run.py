@@ -1,0 +1,82 @@
+"""Compiles every case for every target and prints a table; exits non-zero when a promise is broken.
+
+    python -m tests.aot.run [sm_80 sm_90 ...]
+
+Needs the dependency group `aot` and no GPU. Each target has its own process: Mosaic GPU keeps the first architecture it
+sees, and a crash in the compiler must not take the others along.
+"""
+
+import subprocess
+import sys
+
+from tests.aot.cases import IMPLEMENTATIONS, broken_promises, cases
+from tests.aot.inspect import compile_for
+from tests.aot.targets import TARGETS
+
+_HEADINGS = ("target", "implementation", "case", "launches", "copies", "temp", "registers", "spills", "loads", "stores")
+_WIDTHS = (7, 15, 42, 9, 7, 10, 10, 7, 20, 12)
+_ONE = "--one"
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the targets named, or all; returns the exit status."""
+    if arguments[:1] == [_ONE]:
+        return _check(arguments[1])
+    unknown = [name for name in arguments if name not in TARGETS]
+    if unknown:
+        print(f"unknown targets {unknown}; known are {', '.join(TARGETS)}", file=sys.stderr)
+        return 2
+    print(_line(_HEADINGS), flush=True)
+    failed = [
+        name
+        for name in arguments or TARGETS
+        if subprocess.run([sys.executable, "-m", "tests.aot.run", _ONE, name], check=False).returncode
+    ]
+    print(f"broken promises on {', '.join(failed)}" if failed else "every promise kept")
+    return 1 if failed else 0
+
+
+def _check(name: str) -> int:
+    broken, count = 0, 0
+    for case in cases(name):
+        program = compile_for(TARGETS[name], case.function, case.arguments, case.donate)
+        kernels = program.kernels
+        print(
+            _line(
+                (
+                    name,
+                    case.implementation,
+                    case.name,
+                    len(program.launches),
+                    program.copies,
+                    program.temp_bytes,
+                    "/".join(str(kernel.registers) for kernel in kernels[:3]),
+                    sum(kernel.spill_bytes for kernel in kernels),
+                    _counts([kernel.loads for kernel in kernels]),
+                    _counts([kernel.stores for kernel in kernels]),
+                )
+            ),
+            flush=True,
+        )
+        promises = broken_promises(case, program)
+        for message in promises:
+            print(f"        BROKEN: {message}", flush=True)
+        broken += bool(promises)
+        count += 1
+    if count != len(IMPLEMENTATIONS[name]) * 12:
+        print(f"        BROKEN: {count} cases compiled for {name}", flush=True)
+        return 1
+    return 1 if broken else 0
+
+
+def _counts(accesses) -> str:
+    total = sum(accesses[1:], start=accesses[0]) if accesses else {}
+    return " ".join(f"{count}x{width}" for width, count in sorted(total.items(), reverse=True))
+
+
+def _line(cells) -> str:
+    return " ".join(str(cell).ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
