@@ -1,0 +1,114 @@
+"""A checkpoint in Hugging Face's form: where it lies, its JSON files, and its safetensors weights."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from safetensors import SafetensorError, safe_open
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PATTERNS = ["config.json", "generation_config.json", "tokenizer.json", "model*.safetensors", _INDEX]
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def locate(name_or_folder: str | Path, *, revision: str | None = None, local_files_only: bool = False) -> Path:
+    """The folder of a checkpoint: itself, or that of a hub model, whose JSON and safetensors files are downloaded.
+
+    Args:
+        name_or_folder: a folder, or a hub id such as `ibm-granite/granite-4.0-h-350m`.
+        revision: branch, tag or commit on the hub.
+        local_files_only: use what an earlier call downloaded.
+    """
+    folder = Path(name_or_folder).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(name_or_folder)
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ValueError(f"{name} is not a folder")
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, local_files_only=local_files_only, allow_patterns=_PATTERNS
+            )
+        )
+    except HFValidationError as error:
+        raise ValueError(f"{name} is neither a folder nor a hub id") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{name} is not a folder, and the hub did not give it: {reason}") from error
+
+
+def read_json(path: Path) -> Any:
+    """A parsed JSON file; ValueError if it is absent or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent} has no {path.name}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+class WeightFiles:
+    """The weights of a folder's safetensors files.
+
+    Attributes:
+        shapes: name to shape of every stored weight, from the files' headers.
+    """
+
+    def __init__(self, files: Mapping[Path, Any]):
+        self._owner: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path, file in files.items():
+            for name in file.keys():  # noqa: SIM118, not a dict
+                stored = file.get_slice(name)
+                if stored.get_dtype() not in _FLOATS:
+                    raise ValueError(f"{path}: {name} is {stored.get_dtype()}, expected one of {', '.join(_FLOATS)}")
+                if name in self.shapes:
+                    raise ValueError(f"{path}: {name} is in another file too")
+                self._owner[name] = file
+                self.shapes[name] = tuple(stored.get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        """One weight, as stored."""
+        return self._owner[name].get_tensor(name)
+
+
+@contextlib.contextmanager
+def open_weights(folder: Path) -> Iterator[WeightFiles]:
+    """The weights of a folder, open for reading; ValueError naming the file that is absent, damaged or of another kind."""
+    with contextlib.ExitStack() as stack:
+        yield WeightFiles({path: stack.enter_context(_open(path)) for path in _shards(folder)})
+
+
+def _shards(folder: Path) -> Iterator[Path]:
+    """The weight files of a folder: the single one, or those that its index names."""
+    if (folder / _SINGLE).exists():
+        yield folder / _SINGLE
+        return
+    if not (folder / _INDEX).exists():
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        found = f", only {', '.join(pickles)}: pickled weights can run code and are not read" if pickles else ""
+        raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}{found}")
+    weight_map = read_json(folder / _INDEX).get("weight_map") or {}
+    if not weight_map:
+        raise ValueError(f"{folder / _INDEX} has no weight_map")
+    for name in sorted(set(weight_map.values())):
+        if name != Path(name).name:
+            raise ValueError(f"{folder / _INDEX} names {name}, expected a file beside it")
+        if not (folder / name).exists():
+            raise ValueError(f"{folder / _INDEX} names {name}, which does not exist")
+        yield folder / name
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error

@@ -1,0 +1,24 @@
+"""The families of checkpoints that can be loaded, by `model_type`; a new one is a file here and a line below."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.families import granitemoehybrid
+from mamba_spec_jax.models.families.base import Family
+from mamba_spec_jax.models.hf_config import HFConfig
+
+FAMILIES = {
+    "granitemoehybrid": granitemoehybrid.FAMILY,
+}
+
+
+def family_of(hf: HFConfig) -> Family:
+    """The family that a `config.json` belongs to; ValueError if it is not one of `FAMILIES`."""
+    return FAMILIES[hf.choice("model_type", None, FAMILIES)]
+
+
+def config_from_hf(values: Mapping[str, Any]) -> HybridConfig:
+    """The model that a parsed `config.json` describes; ValueError naming the key that cannot be honoured."""
+    hf = HFConfig(values)
+    return family_of(hf).read_config(hf)

@@ -1,0 +1,184 @@
+"""Loading a published checkpoint: checked against its configuration first, then read weight by weight."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.progress
+from flax import nnx
+from tokenizers import Tokenizer
+
+from mamba_spec_jax.cache.memory import require_fits
+from mamba_spec_jax.models.checkpoint import WeightFiles, locate, open_weights, read_json
+from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.families import family_of
+from mamba_spec_jax.models.families.base import Family, Weight
+from mamba_spec_jax.models.hf_config import HFConfig
+from mamba_spec_jax.models.hybrid_lm import HybridModel
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
+from pallas_kernels.dispatch import Implementation
+
+_LISTED = 4  # names of each kind that a message spells out
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint, ready to run.
+
+    Attributes:
+        model: the static side; `model.config.eos_token_ids` are the tokens that end a text.
+        params: the weights, for `model`'s methods.
+        tokenizer: from `tokenizer.json`, None if the checkpoint has none.
+        folder: where the checkpoint lies.
+    """
+
+    model: HybridModel
+    params: Any
+    tokenizer: Tokenizer | None
+    folder: Path
+
+
+def load(
+    name_or_folder: str | Path,
+    *,
+    policy: DTypePolicy | None = None,
+    speculative_mode: SpeculativeMode = SpeculativeMode.DECODE,
+    strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
+    hidden_layers: tuple[int, ...] = (),
+    implementation: Implementation | None = None,
+    device: Any = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    progress: bool = False,
+) -> LoadedModel:
+    """Loads `config.json`, safetensors weights and `tokenizer.json`, from a folder or from the Hugging Face hub.
+
+    Weights are read one at a time, cast to `policy.params` and placed on the device. Missing, surplus and misshapen
+    weights are found in the files' headers, before any is read.
+
+    Args:
+        name_or_folder: a folder, or a hub id such as `ibm-granite/granite-4.0-h-350m`.
+        policy: dtypes; None is all float32.
+        speculative_mode, strategy, hidden_layers, implementation: as for `HybridModel.create`.
+        device: a jax device or sharding for the weights; None is the default device.
+        revision: branch, tag or commit on the hub.
+        local_files_only: use what an earlier call downloaded.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: the checkpoint cannot be found, is damaged, or is not what this library can run; says which part.
+        MemoryError: the weights cannot fit.
+    """
+    folder = locate(name_or_folder, revision=revision, local_files_only=local_files_only)
+    hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
+    family = family_of(hf)
+    if hf.has("quantization_config"):
+        method = hf.nested("quantization_config").values.get("quant_method", "unknown")
+        raise ValueError(f"{folder} is quantized ({method}), expected a checkpoint of plain floating-point weights")
+    model = HybridModel.create(
+        _with_generation_config(family.read_config(hf), folder),
+        policy,
+        speculative_mode=speculative_mode,
+        strategy=strategy,
+        hidden_layers=hidden_layers,
+        implementation=implementation,
+    )
+    with open_weights(folder) as files:
+        params = _read_params(model, family, files, folder, device, progress)
+    return LoadedModel(model, params, _read_tokenizer(folder), folder)
+
+
+def _with_generation_config(config: HybridConfig, folder: Path) -> HybridConfig:
+    """Generation ends where `generation_config.json` says; `config.json` has the say only where that one is silent."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return config
+    generation = HFConfig(read_json(path), str(path))
+    if not generation.has("eos_token_id"):
+        return config
+    return dataclasses.replace(config, eos_token_ids=generation.token_ids("eos_token_id", None))
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer | None:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+
+
+def _read_params(
+    model: HybridModel, family: Family, files: WeightFiles, folder: Path, device: Any, progress: bool
+) -> Any:
+    abstract = nnx.to_flat_state(model.abstract_params())
+    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in abstract}
+    stored = _stored_names(family, files, folder)
+    weights = list(family.weights(model.config))
+    _check(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
+    dtype = model.policy.params
+    require_fits(f"{folder}", {"weights": sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize})
+
+    loaded = {}
+    for weight in rich.progress.track(weights, "Loading weights", disable=not progress):
+        if weight.copy_of is None:
+            value = _cast(weight.layout.to_parameter(files.read(stored[weight.name])), dtype, weight.name)
+            loaded[weight.path] = jax.device_put(value, device)
+        elif weight.name in stored:
+            _check_copy(weight, files.read(stored[weight.name]), files.read(stored[weight.copy_of]), folder)
+    return nnx.from_flat_state([(path, leaf.replace(loaded[".".join(map(str, path))])) for path, leaf in abstract])
+
+
+def _stored_names(family: Family, files: WeightFiles, folder: Path) -> dict[str, str]:
+    """What the files call each weight, by its canonical name."""
+    stored: dict[str, str] = {}
+    for name in files.shapes:
+        canonical = family.canonical(name)
+        if canonical in stored:
+            raise ValueError(f"{folder} has one weight under two names: {stored[canonical]} and {name}")
+        stored[canonical] = name
+    return stored
+
+
+def _check(
+    weights: Sequence[Weight],
+    shapes: dict[str, tuple[int, ...]],
+    found: dict[str, tuple[int, ...]],
+    folder: Path,
+) -> None:
+    """Raises ValueError naming every kind of difference between the weights a model needs and those found."""
+    expected = {weight.name: weight.layout.stored_shape(shapes[weight.path]) for weight in weights}
+    missing = [weight.name for weight in weights if weight.name not in found and weight.copy_of is None]
+    surplus = [name for name in found if name not in expected]
+    misshapen = [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    kinds = (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
+    problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds if names]
+    if problems:
+        raise ValueError(f"the weights of {folder} do not fit its config.json: {'; '.join(problems)}")
+
+
+def _check_copy(weight: Weight, value: np.ndarray, original: np.ndarray, folder: Path) -> None:
+    if not np.array_equal(value, original):
+        raise ValueError(f"{folder}: config.json says that {weight.name} is {weight.copy_of}, but they differ")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    cast = np.ascontiguousarray(value, dtype)
+    if jnp.finfo(dtype).max < jnp.finfo(value.dtype).max and not np.isfinite(cast).all():
+        raise ValueError(f"{name} has values that {dtype} cannot hold: choose a policy with wider params")
+    return cast
