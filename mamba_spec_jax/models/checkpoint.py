@@ -82,7 +82,7 @@ class WeightFiles:
 
 @contextlib.contextmanager
 def open_weights(folder: Path) -> Iterator[WeightFiles]:
-    """The weights of a folder, open for reading; ValueError naming the file that is absent, damaged or of another kind."""
+    """The weights of a folder, open for reading; ValueError naming the file that is absent or damaged."""
     with contextlib.ExitStack() as stack:
         yield WeightFiles({path: stack.enter_context(_open(path)) for path in _shards(folder)})
 
