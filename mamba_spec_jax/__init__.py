@@ -1,0 +1,100 @@
+"""Speculative decoding for hybrid recurrent language models in JAX, with exact state commits."""
+
+from typing import TYPE_CHECKING, Any
+
+from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
+from mamba_spec_jax.attention.full import FullAttention
+from mamba_spec_jax.attention.hybrid import HybridAttnBackend
+from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
+from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs, Mamba2Weights
+from mamba_spec_jax.cache.pools import HybridCache, KVCache, MambaPool, PoolSpec
+from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
+from mamba_spec_jax.cache.slots import SlotAllocator, reset_slots, tracking_steps
+from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.hybrid_lm import HybridModel
+from mamba_spec_jax.models.memory import MemoryPlan, plan_memory
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, SpeculativeMode
+from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
+from mamba_spec_jax.speculative.decode import (
+    DecodeState,
+    decode_steps,
+    decode_until_finished,
+    speculative_decode_step,
+)
+from mamba_spec_jax.speculative.depth import AutoDepth, FixedDepth
+from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
+from mamba_spec_jax.speculative.generate import Generation, generate
+from mamba_spec_jax.speculative.prompts import init_decode
+from mamba_spec_jax.speculative.protocol import Drafter, Proposal, SpeculativeModel
+from mamba_spec_jax.speculative.sampling import Greedy, MinP, Sampling, TopK, TopP
+from mamba_spec_jax.speculative.stop import StopConditions, StopReason
+from mamba_spec_jax.speculative.stream import StreamEvent, stream
+
+if TYPE_CHECKING:
+    from mamba_spec_jax.models.loading import LoadedModel, load
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AcceptResult",
+    "AttentionInputs",
+    "AutoDepth",
+    "CommitStrategy",
+    "DTypePolicy",
+    "DecodeState",
+    "Draft",
+    "Drafter",
+    "FixedDepth",
+    "ForwardBatch",
+    "ForwardMode",
+    "FullAttention",
+    "Generation",
+    "Greedy",
+    "HybridAttnBackend",
+    "HybridCache",
+    "HybridConfig",
+    "HybridLinearAttnBackend",
+    "HybridModel",
+    "KVCache",
+    "LoadedModel",
+    "Mamba2",
+    "Mamba2Inputs",
+    "Mamba2Weights",
+    "MambaPool",
+    "MemoryPlan",
+    "MinP",
+    "ModelOutput",
+    "NgramDrafter",
+    "PoolSpec",
+    "Proposal",
+    "Sampling",
+    "SlotAllocator",
+    "SpeculativeMode",
+    "SpeculativeModel",
+    "StopConditions",
+    "StopReason",
+    "StreamEvent",
+    "TopK",
+    "TopP",
+    "VerifyRecord",
+    "accept",
+    "decode_steps",
+    "decode_until_finished",
+    "generate",
+    "init_decode",
+    "load",
+    "plan_memory",
+    "reset_slots",
+    "speculative_decode_step",
+    "stream",
+    "tracking_steps",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loading needs the packages that read checkpoints; everything else runs without them.
+    if name in ("LoadedModel", "load"):
+        from mamba_spec_jax.models import loading
+
+        return getattr(loading, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

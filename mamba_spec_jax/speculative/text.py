@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import tokenizers
+if TYPE_CHECKING:
+    import tokenizers
 
 
 def token_bytes(
-    tokenizer: tokenizers.Tokenizer, vocab_size: int | None = None, *, skip_special_tokens: bool = False
+    tokenizer: "tokenizers.Tokenizer", vocab_size: int | None = None, *, skip_special_tokens: bool = False
 ) -> list[bytes]:
     """The bytes each token id adds to the text, exactly as the tokenizer's byte-level decoder gives them.
 

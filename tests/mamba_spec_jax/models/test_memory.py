@@ -73,9 +73,7 @@ def test_a_cache_that_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
     model.init_cache(slots, max_len)
     monkeypatch.setattr(memory, "device_bytes", lambda: needed - 1)
     monkeypatch.setattr(jnp, "zeros", _no_big_zeros(jnp.zeros))
-    with pytest.raises(
-        MemoryError, match=r"a cache of 2 slots of 64 tokens needs .* \(ssm .*\), but the device"
-    ):
+    with pytest.raises(MemoryError, match=r"a cache of 2 slots of 64 tokens needs .* \(ssm .*\), but the device"):
         model.init_cache(slots, max_len)
 
 
