@@ -100,7 +100,7 @@ Method = Greedy | Sampling
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for: draws for different purposes at one position are independent."""
+    """What a draw is for, below 4: draws for different purposes at one position are independent."""
 
     TOKEN = 0  # the emitted token, drawn from the target
     ACCEPT = 1  # whether a draft is accepted
@@ -148,7 +148,7 @@ def draw_keys(seeds: Seeds, positions: Int32[Array, "B *N"], purpose: Purpose) -
 
     Args:
         seeds: `[B]` of the requests.
-        positions: `[B, ...]` absolute position, prompt included, of the token that is drawn.
+        positions: `[B, ...]` absolute position, prompt included, of the token that is drawn; below 2**30.
         purpose: what the draw is for (static).
 
     Returns:
@@ -156,8 +156,7 @@ def draw_keys(seeds: Seeds, positions: Int32[Array, "B *N"], purpose: Purpose) -
     """
 
     def key_of(seed, position):
-        key = jax.random.key(seed, impl="threefry2x32")
-        return jax.random.fold_in(jax.random.fold_in(key, position), int(purpose))
+        return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), 4 * position + int(purpose))
 
     rows = seeds.astype(jnp.uint32).reshape(seeds.shape + (1,) * (positions.ndim - 1))
     rows = jnp.broadcast_to(rows, positions.shape)

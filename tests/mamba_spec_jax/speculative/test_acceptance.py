@@ -37,9 +37,10 @@ jit_accept = jax.jit(accept, static_argnames=("method", "with_logprobs"))
 
 def run(logits, draft, method=METHOD, forbidden=None, temperature=ONES, **noise):
     """`accept` with every argument given, so that cases of one shape share a program."""
-    noise = noise or NOISE
     forbidden = np.zeros(logits.shape, bool) if forbidden is None else forbidden
-    return jit_accept(method, logits, draft, temperature=temperature, forbidden=forbidden, with_logprobs=True, **noise)
+    options = {"temperature": temperature, "forbidden": forbidden, **(noise or NOISE)}
+    logits, draft, options = jax.tree.map(np.asarray, (logits, draft, options))  # no weakly typed arrays
+    return jit_accept(method, logits, draft, with_logprobs=True, **options)
 
 
 def take(tree, rows):

@@ -54,10 +54,12 @@ def test_matches_brute_force(batch, filler, drafter, num_drafts):
         assert proposal.tokens[row, : proposal.lengths[row]].tolist() == expected
 
 
-def one(tokens, num_drafts=4, **settings):
-    padded = jnp.zeros((1, MAX_LEN), jnp.int32).at[0, : len(tokens)].set(jnp.array(tokens))
-    proposal = propose(NgramDrafter(8, **settings), padded, jnp.array([len(tokens)]), num_drafts)
-    return proposal.tokens[0, : proposal.lengths[0]].tolist()
+def one(tokens, num_drafts=8, **settings):
+    padded = np.zeros((1, MAX_LEN), np.int32)
+    padded[0, : len(tokens)] = tokens
+    proposal = propose(NgramDrafter(8, **settings), padded, np.array([len(tokens)]), 8)
+    assert proposal.lengths[0] in (0, 8)
+    return proposal.tokens[0, : proposal.lengths[0]].tolist()[:num_drafts]
 
 
 def test_longest_suffix_wins_over_recency_and_recency_among_equals():
@@ -75,9 +77,8 @@ def test_nothing_to_propose():
     assert one([1, 2, 3, 4]) == []
     assert one([3]) == []
     assert one([1, 2, 9, 8, 2], min_ngram=2) == []
-    empty = NgramDrafter(2).propose((), jnp.zeros((1, 4), jnp.int32), jnp.array([0]), 2)
-    assert empty.lengths.tolist() == [0]
-    none = NgramDrafter(2).propose((), jnp.zeros((2, 4), jnp.int32), jnp.array([4, 4]), 0)
+    assert one([]) == []
+    none = propose(NgramDrafter(8), np.zeros((2, MAX_LEN), np.int32), np.array([4, 4]), 0)
     assert none.tokens.shape == (2, 0)
     assert none.lengths.tolist() == [0, 0]
 
@@ -101,7 +102,10 @@ def test_memory_is_linear_in_the_text():
         (lambda: NgramDrafter(-1), "NgramDrafter.max_drafts is -1"),
         (lambda: NgramDrafter(4, max_ngram=2, min_ngram=3), "min_ngram=3, max_ngram=2"),
         (lambda: NgramDrafter(4, min_ngram=0), "min_ngram=0, max_ngram=4"),
-        (lambda: one([1, 2], 9), r"num_drafts=9, expected 0..8 \(max_drafts\)"),
+        (
+            lambda: propose(NgramDrafter(8), np.zeros((1, 4), np.int32), np.array([4]), 9),
+            r"num_drafts=9, expected 0..8 \(max_drafts\)",
+        ),
     ],
 )
 def test_errors_name_the_values(make, message):

@@ -1,5 +1,7 @@
 """Filters against a float64 oracle; draws that depend on (seed, position, purpose) and on nothing else."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ from mamba_spec_jax.speculative.sampling import (
 )
 
 VOCAB = 7
-SEEDS = jnp.array([3, 0, 2**32 - 1, 77], jnp.uint32)
+SEEDS = np.array([3, 0, 2**32 - 1, 77], np.uint32)
 filter_lists = st.lists(
     st.one_of(
         st.integers(1, VOCAB + 2).map(TopK),
@@ -132,9 +134,11 @@ def test_half_precision_logits_are_filtered_in_float32():
     logits = jax.random.normal(jax.random.key(0), (2, 3, 16), jnp.bfloat16)
     temperature = jnp.array([0.7, 0.0])
     method = Sampling((TopK(5), TopP(0.9)))
-    got = filtered_log_probs(method, logits, temperature)
+    got, expected = jax.jit(
+        lambda logits: [filtered_log_probs(method, x, temperature) for x in (logits, logits.astype(jnp.float32))]
+    )(logits)
     assert got.dtype == jnp.float32
-    np.testing.assert_array_equal(got, filtered_log_probs(method, logits.astype(jnp.float32), temperature))
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -165,35 +169,34 @@ def test_methods_are_hashable_values():
     assert Greedy() == Greedy() != Sampling()
 
 
-def key_bits(keys):
-    return np.asarray(jax.random.key_data(keys))
+@functools.partial(jax.jit, static_argnums=2)
+def key_bits(seeds, positions, purpose):
+    return jax.random.key_data(draw_keys(seeds, positions, purpose))
 
 
 def test_keys_depend_on_seed_position_and_purpose_alone():
-    positions = jnp.array([[5, 6, 7], [0, 1, 2], [100, 101, 102], [5, 6, 7]])
-    keys = key_bits(draw_keys(SEEDS, positions, Purpose.TOKEN))
-    order = jnp.array([2, 0, 3, 1])
-    np.testing.assert_array_equal(key_bits(draw_keys(SEEDS[order], positions[order], Purpose.TOKEN)), keys[order])
+    positions = np.array([[5, 6, 7], [0, 1, 2], [100, 101, 102], [5, 6, 7]])
+    keys = np.asarray(key_bits(SEEDS, positions, Purpose.TOKEN))
+    order = np.array([2, 0, 3, 1])
+    np.testing.assert_array_equal(key_bits(SEEDS[order], positions[order], Purpose.TOKEN), keys[order])
+    np.testing.assert_array_equal(key_bits(SEEDS, positions[:, 2], Purpose.TOKEN), keys[:, 2])
     for row in range(4):
-        alone = draw_keys(SEEDS[row : row + 1], positions[row : row + 1, :1], Purpose.TOKEN)
-        np.testing.assert_array_equal(key_bits(alone)[0, 0], keys[row, 0])
-        np.testing.assert_array_equal(key_bits(draw_keys(SEEDS, positions[:, 2], Purpose.TOKEN)), keys[:, 2])
-    everything = np.concatenate([key_bits(draw_keys(SEEDS, positions, purpose)).reshape(-1, 2) for purpose in Purpose])
+        alone = key_bits(SEEDS[row : row + 1], positions[row : row + 1, :1], Purpose.TOKEN)
+        np.testing.assert_array_equal(alone[0, 0], keys[row, 0])
+    everything = np.concatenate([key_bits(SEEDS, positions, purpose).reshape(-1, 2) for purpose in Purpose])
     assert len(np.unique(everything, axis=0)) == len(everything) == 3 * positions.size
 
 
-def test_draws_ignore_the_default_generator_and_jit():
-    positions = jnp.arange(12).reshape(4, 3)
-    log_probs = jax.nn.log_softmax(jax.random.normal(jax.random.key(1, impl="threefry2x32"), (4, 3, 9)))
+def test_draws_ignore_the_default_generator():
+    positions = np.arange(12).reshape(4, 3)
 
     def draws():
         keys = draw_keys(SEEDS, positions, Purpose.TOKEN)
-        return draw_tokens(keys, log_probs), draw_uniforms(keys)
+        return draw_tokens(keys, jnp.zeros((4, 3, 9))), draw_uniforms(keys)
 
-    expected = draws()
+    expected = jax.jit(lambda: draws())()
     with jax.default_prng_impl("rbg"):
-        jax.tree.map(np.testing.assert_array_equal, draws(), expected)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(draws)(), expected)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda: draws())(), expected)
 
 
 def test_draws_follow_the_probabilities():
@@ -201,17 +204,20 @@ def test_draws_follow_the_probabilities():
     probs = np.array([0.5, 0.0, 0.3, 0.15, 0.05])
     count = 50_000
     log_probs = jnp.log(jnp.asarray(7 * probs, jnp.float32))
-    along = {
-        "seeds": (jnp.arange(count, dtype=jnp.uint32), jnp.full((count,), 11)),
-        "positions": (jnp.full((count,), 11, jnp.uint32), jnp.arange(count)),
-    }
+
+    @jax.jit
+    def draw(seeds, positions):
+        tokens = draw_tokens(draw_keys(seeds, positions, Purpose.TOKEN), jnp.broadcast_to(log_probs, (count, 5)))
+        return tokens, draw_uniforms(draw_keys(seeds, positions, Purpose.ACCEPT))
+
+    counter, constant = np.arange(count), np.full(count, 11)
+    along = {"seeds": (counter.astype(np.uint32), constant), "positions": (constant.astype(np.uint32), counter)}
     for name, (seeds, positions) in along.items():
-        keys = draw_keys(seeds, positions, Purpose.TOKEN)
-        observed = np.bincount(draw_tokens(keys, jnp.broadcast_to(log_probs, (count, 5))), minlength=5)
+        tokens, uniforms = map(np.asarray, draw(seeds, positions))
+        observed = np.bincount(tokens, minlength=5)
         assert observed[1] == 0
         live = probs > 0
         assert scipy.stats.chisquare(observed[live], count * probs[live]).pvalue > 1e-3, name
-        uniforms = np.asarray(draw_uniforms(draw_keys(seeds, positions, Purpose.ACCEPT)))
         assert uniforms.min() >= 0
         assert uniforms.max() < 1
         assert scipy.stats.kstest(uniforms, "uniform").pvalue > 1e-3, name

@@ -97,18 +97,18 @@ def test_stop_string_inside_and_across_tokens():
         ([1, 2, -1, 3], 4),
         ([1, 2, 99, 3], 4),
     ):
-        first, _ = automaton.advance(jnp.zeros((1,), jnp.int32), jnp.array([tokens]), jnp.array([4]))
+        first, _ = advance(automaton, np.zeros(1, np.int32), np.array([tokens], np.int32), np.array([4]))
         assert first.tolist() == [expected], tokens
 
 
 def result_of(tokens, lengths, logprobs=True):
-    lengths = jnp.asarray(lengths, jnp.int32)
-    emitted = jnp.arange(T) < lengths[:, None]
+    lengths = np.asarray(lengths, np.int32)
+    emitted = np.arange(T) < lengths[:, None]
     return AcceptResult(
-        tokens=jnp.where(emitted, jnp.asarray(tokens, jnp.int32), -1),
+        tokens=np.where(emitted, np.asarray(tokens, np.int32), -1),
         accept_lens=lengths,
         last_correct_step_indices=lengths - 1,
-        logprobs=jnp.where(emitted, -1.5, 0.0) if logprobs else None,
+        logprobs=np.where(emitted, np.float32(-1.5), np.float32(0)) if logprobs else None,
     )
 
 
@@ -149,22 +149,24 @@ def test_rows_are_cut_at_their_first_stop(stops, table, tokens, lengths, remaini
 
 def test_partial_match_carries_over_a_step_and_rows_without_tokens_keep_it():
     conditions = StopConditions.create((), ["abc"], [b"a", b"b", b"c"])
-    budget = jnp.full((2,), 100)
-    first = limit_accept(
-        result_of([[2, 0, 1, 2], [2, 0, 1, 2]], [3, 3]), conditions, conditions.initial_states(2), budget
-    )
-    assert first.reasons.tolist() == [StopReason.NONE] * 2
-    idle = limit_accept(result_of([[2] * T] * 2, [0, 1], False), conditions, first.states, budget)
-    assert idle.reasons.tolist() == [StopReason.NONE, StopReason.STOP_STRING]
-    last = limit_accept(result_of([[2] * T] * 2, [2, 0], False), conditions, idle.states, budget)
-    assert last.reasons.tolist() == [StopReason.STOP_STRING, StopReason.NONE]
-    assert last.result.accept_lens.tolist() == [1, 0]
+    states, reasons = conditions.initial_states(2), []
+    for tokens, lengths in (([2, 0, 1, 2], [3, 3]), ([2, 2, 2, 2], [0, 1]), ([2, 2, 2, 2], [2, 0])):
+        outcome = jit_limit(result_of([tokens] * 2, lengths, False), conditions, states, np.full(2, 100))
+        states = outcome.states
+        reasons.append(outcome.reasons.tolist())
+    assert reasons == [
+        [StopReason.NONE, StopReason.NONE],
+        [StopReason.NONE, StopReason.STOP_STRING],
+        [StopReason.STOP_STRING, StopReason.NONE],
+    ]
+    assert outcome.result.accept_lens.tolist() == [1, 0]
+    assert outcome.result.logprobs is None
 
 
 def test_without_conditions_only_the_budget_stops():
     conditions = StopConditions.create()
-    outcome = limit_accept(
-        result_of([[1, 2, 3, 4]] * 3, [4, 4, 4]), conditions, conditions.initial_states(3), jnp.array([9, 4, 2])
+    outcome = jit_limit(
+        result_of([[1, 2, 3, 4]] * 3, [4, 4, 4]), conditions, conditions.initial_states(3), np.array([9, 4, 2])
     )
     assert outcome.reasons.tolist() == [StopReason.NONE, StopReason.MAX_NEW, StopReason.MAX_NEW]
     assert outcome.result.accept_lens.tolist() == [4, 4, 2]
