@@ -1,0 +1,152 @@
+"""Text as tokens arrive: a generation read chunk by chunk, showing nothing that a later token could take back."""
+
+import codecs
+import dataclasses
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import tokenizers
+
+from mamba_spec_jax.speculative.depth import DepthPolicy
+from mamba_spec_jax.speculative.generate import Generation, collect, decode_chunks, resolve_drafting
+from mamba_spec_jax.speculative.prompts import init_decode
+from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
+from mamba_spec_jax.speculative.sampling import Greedy, Method
+from mamba_spec_jax.speculative.stop import StopConditions
+from mamba_spec_jax.speculative.text import cut_at_stop, encode_stops, held_back, token_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamEvent:
+    """New text of one row, never empty.
+
+    Attributes:
+        row: which prompt it continues.
+        text: what to append to the row's text so far.
+    """
+
+    row: int
+    text: str
+
+
+def stream(
+    model: SpeculativeModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: tokenizers.Tokenizer,
+    *,
+    stop_strings: Sequence[str] = (),
+    eos_ids: Sequence[int] = (),
+    drafter: Drafter | None = None,
+    depth: int | str | DepthPolicy | None = None,
+    method: Method = Greedy(),  # noqa: B008, frozen
+    chunk_steps: int = 16,
+    **requests: Any,
+) -> Generator[StreamEvent, None, Generation]:
+    """Yields text as tokens arrive, a chunk of steps at a time.
+
+    Bytes that may turn out to begin a stop string, or that do not yet make a whole character, are held back until it
+    is decided. A stop string and special tokens are never shown; the pieces of a row add up to `generated_texts`.
+
+    Args:
+        model, params, prompts, drafter, depth, method, chunk_steps, **requests: as for `generate`.
+        tokenizer: the model's, with a byte-level decoder.
+        stop_strings: text that ends a row; see `text_stops`.
+        eos_ids: tokens that end a row.
+
+    Returns:
+        The `Generation`, as the generator's value: `generation = yield from stream(...)`.
+
+    Raises:
+        ValueError: as `generate`, and for a tokenizer whose tokens have no bytes of their own.
+    """
+    stops = text_stops(tokenizer, model.vocab_size, eos_ids, stop_strings)
+    table = _visible_bytes(tokenizer, model.vocab_size)
+    drafter, policy = resolve_drafting(drafter, depth)
+    state = init_decode(model, params, prompts, drafter=drafter, max_drafts=policy.max_drafts, **requests)
+    texts = [TextAssembler(table, stop_strings) for _ in prompts]
+    ended: set[int] = set()
+    for newest, report in decode_chunks(model, params, state, drafter, method, stops, policy, chunk_steps):
+        state = newest
+        for row, assembler in enumerate(texts):
+            if row in ended:
+                continue
+            text = assembler.push(report.tokens[row, : report.emitted[row]].tolist())
+            if not report.active[row]:
+                ended.add(row)
+                text += assembler.finish()
+            if text:
+                yield StreamEvent(row, text)
+    return collect(state)
+
+
+def generated_texts(
+    generation: Generation, tokenizer: tokenizers.Tokenizer, stop_strings: Sequence[str] = ()
+) -> list[str]:
+    """The text of each row: without special tokens, and cut before the stop string that is completed first.
+
+    Args:
+        generation: from `generate`.
+        tokenizer: the model's, with a byte-level decoder.
+        stop_strings: those the generation ran with.
+    """
+    table = _visible_bytes(tokenizer)
+    texts = []
+    for tokens in generation.tokens:
+        assembler = TextAssembler(table, stop_strings)
+        texts.append(assembler.push(tokens) + assembler.finish())
+    return texts
+
+
+def text_stops(
+    tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_ids: Sequence[int] = (), stop_strings: Sequence[str] = ()
+) -> StopConditions:
+    """Stop conditions that agree with the text `stream` and `generated_texts` show.
+
+    Args:
+        tokenizer: the model's, with a byte-level decoder.
+        vocab_size: V of the model.
+        eos_ids: tokens that end a row.
+        stop_strings: text that ends a row. One that spells a special token makes that token end the row too, since
+            special tokens have no text.
+    """
+    special = {added.content: token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    ids = dict.fromkeys([*eos_ids, *(special[text] for text in stop_strings if text in special)])
+    return StopConditions.create(tuple(ids), stop_strings, _visible_bytes(tokenizer, vocab_size))
+
+
+class TextAssembler:
+    """Makes the text of one row from its tokens, in whatever pieces they come.
+
+    Attributes:
+        stopped: whether a stop string has been completed; nothing is shown after it.
+    """
+
+    def __init__(self, table: Sequence[bytes], stop_strings: Sequence[str] = ()):
+        """`table` holds the bytes each token id adds, see `text.token_bytes`; ids past its end add nothing."""
+        self.stopped = False
+        self._table = table
+        self._stops = encode_stops(stop_strings)
+        self._pending = b""
+        # Malformed bytes become U+FFFD, as in the tokenizer's own decoder.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that these tokens have decided."""
+        if self.stopped:
+            return ""
+        self._pending += b"".join(self._table[token] for token in tokens if token < len(self._table))
+        # A stop string that is not complete yet begins in the pending bytes, so they are all there is to search.
+        head, self.stopped = cut_at_stop(self._pending, self._stops)
+        shown = len(head) - (0 if self.stopped else held_back(head, self._stops))
+        self._pending = b"" if self.stopped else head[shown:]
+        return self._decoder.decode(head[:shown])
+
+    def finish(self) -> str:
+        """What was held back, when no more tokens come."""
+        rest, self._pending = self._pending, b""
+        return self._decoder.decode(rest, final=True)
+
+
+def _visible_bytes(tokenizer: tokenizers.Tokenizer, vocab_size: int | None = None) -> list[bytes]:
+    return token_bytes(tokenizer, vocab_size, skip_special_tokens=True)
