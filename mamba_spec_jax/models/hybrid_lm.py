@@ -1,8 +1,11 @@
 """A hybrid language model: the flax module with its weights, and the static model that runs it over a cache."""
 
 import dataclasses
+import math
+import types
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -170,6 +173,11 @@ class HybridModel:
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    @property
+    def num_params(self) -> int:
+        """How many weights the model has, a tied embedding counted once."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params()))
+
     def init_params(self, seed: int) -> Any:
         """Random weights."""
         return nnx.split(HybridLM(self.config, self.policy, nnx.Rngs(seed)))[1]
@@ -280,7 +288,9 @@ class HybridModel:
 
 def abstract_split(config: HybridConfig, policy: DTypePolicy) -> tuple[Any, Any]:
     """Graph definition and abstract weights of `HybridLM`, allocating nothing."""
-    return nnx.split(nnx.eval_shape(lambda: HybridLM(config, policy, nnx.Rngs(0))))
+    # Only shapes matter, so one key serves all: a stream that counts its keys makes tracing quadratic in the layers.
+    rngs: Any = types.SimpleNamespace(params=lambda: jax.random.key(0))
+    return nnx.split(nnx.eval_shape(lambda: HybridLM(config, policy, rngs)))
 
 
 def _check_rows(caller: str, tokens: Array, slots: Array, num_tokens: Array) -> None:

@@ -123,7 +123,7 @@ def _read_params(
     weights = list(family.weights(model.config))
     _check(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
     dtype = model.policy.params
-    require_fits(f"{folder}", {"weights": sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize})
+    require_fits(f"{folder}", {"weights": sum(map(math.prod, shapes.values())) * dtype.itemsize})
 
     loaded = {}
     for weight in rich.progress.track(weights, "Loading weights", disable=not progress):
