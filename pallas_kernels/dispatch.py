@@ -21,8 +21,8 @@ Implementation = Literal["xla", "triton", "mosaic_gpu"]
 
 # What each op has been written for.
 OPS: dict[str, tuple[Implementation, ...]] = {
-    "state_scatter": ("xla", "triton"),
-    "state_commit": ("xla", "triton"),
+    "state_scatter": ("xla", "triton", "mosaic_gpu"),
+    "state_commit": ("xla", "triton", "mosaic_gpu"),
 }
 
 # An abstract device has a name but no capability. Longer names are tried first.

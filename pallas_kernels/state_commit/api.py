@@ -7,7 +7,7 @@ import jax
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import Indices, check_indices, check_leaves, check_parents, check_values, pair_leaves
 from pallas_kernels.dispatch import Choice, Implementation
-from pallas_kernels.state_commit import reference, triton
+from pallas_kernels.state_commit import mosaic_gpu, reference, triton
 
 _OP = "state_commit"
 
@@ -114,5 +114,7 @@ def _run(
     match choice.implementation:
         case "triton":
             return triton.commit(*arrays, interpret=interpret)
+        case "mosaic_gpu":
+            return mosaic_gpu.commit(*arrays, interpret=interpret)
         case "xla":
             return reference.commit(*arrays, row_copies=choice.device.platform == "cpu")

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arguments import Indices
+from pallas_kernels.entries import inside
 from pallas_kernels.state_commit.window import earlier, taps
 from pallas_kernels.state_scatter import reference as state_scatter
-from pallas_kernels.state_scatter.reference import bits, for_each, inside, movable, restored, scatter_rows, source_rows
+from pallas_kernels.state_scatter.reference import bits, for_each, movable, restored, scatter_rows, source_rows
 
 
 def commit(

@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.arguments import Indices
 from pallas_kernels.compat import triton
+from pallas_kernels.entries import read_entry
 from pallas_kernels.state_commit.window import earlier, taps
-from pallas_kernels.state_scatter.triton import block_of, check_offsets, copy_chunk, launch, read_entry, split
+from pallas_kernels.state_scatter.triton import block_of, check_offsets, copy_chunk, launch, split
 
 _BLOCK_CHANNELS = 1024
 
@@ -41,12 +42,10 @@ def commit(
     def state_commit_kernel(input_refs, source_refs, _, pool_refs):
         index_refs, parents_ref = input_refs
         chunk, i, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        entry = read_entry(index_refs, i, num_slots, num_rows, num_steps)
-        if entry.track is not None:
-            entry = entry._replace(track=entry.track & entry.has_slot)
+        entry = read_entry(index_refs, i, num_slots, num_rows, num_steps, needs_slot=True)
 
         def parent_of(node):
-            return node - 1 if parents_ref is None else earlier(triton.load(parents_ref.at[i, node]), node)
+            return node - 1 if parents_ref is None else earlier(parents_ref[i, node], node)
 
         for leaf, (part, pool_ref, source_ref) in enumerate(zip(chunks, pool_refs, source_refs, strict=True)):
             place = part, chunk, layer, entry, pool_ref, source_ref
@@ -55,13 +54,13 @@ def commit(
             else:
                 pl.when(part.holds(chunk))(functools.partial(_form_windows, parent_of, *place))
 
-    grid = (chunks[-1].first + chunks[-1].count, indices.slots.size, num_layers)
+    grid = (chunks[-1].first + chunks[-1].number, indices.slots.size, num_layers)
     written = launch(state_commit_kernel, grid, (indices, parents), sources, pools, interpret)
     return written[: len(ssm)], written[len(ssm) :]
 
 
 def _form_windows(parent_of, part, chunk, layer, entry, pool_ref, input_ref) -> None:
-    """Forms the live and the tracked window of some channels, then stores both."""
+    """Forms every window of some channels, then stores them."""
     width = pool_ref.shape[2]
     at, mask = pl.ds(part.start(chunk), part.block), part.mask(chunk)
     exists = jnp.full(part.block, True) if mask is None else mask
@@ -73,20 +72,19 @@ def _form_windows(parent_of, part, chunk, layer, entry, pool_ref, input_ref) -> 
         for j, column in enumerate(window):
             triton.store(pool_ref.at[layer, slot, jnp.int32(j), at], column, mask=mask)
 
-    def window(old, node, valid):
+    def window(old, target):
         columns = []
-        for tap in taps(jnp.where(valid, node, 0), parent_of, width):
+        for tap in taps(jnp.where(target.valid, target.step, 0), parent_of, width):
             column = load(input_ref, entry.row, jnp.maximum(tap - width, 0), where=tap >= width)
             for k in range(width):
                 column = jnp.where(tap == k, old[k], column)
             columns.append(column)
         return columns
 
-    @pl.when(entry.live if entry.track is None else entry.live | entry.track)
-    def _():
+    def form_and_store():
         old = [load(pool_ref, entry.slot, jnp.int32(k)) for k in range(width)]
-        live = window(old, entry.step, entry.live)
-        tracked = None if entry.track is None else window(old, entry.track_step, entry.track)
-        pl.when(entry.live)(lambda: store(entry.slot, live))
-        if tracked is not None:
-            pl.when(entry.track)(lambda: store(entry.track_slot, tracked))
+        windows = [window(old, target) for target in entry.targets]
+        for target, columns in zip(entry.targets, windows, strict=True):
+            pl.when(target.valid)(functools.partial(store, target.slot, columns))
+
+    pl.when(entry.writes)(form_and_store)

@@ -7,7 +7,7 @@ import jax
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import Indices, check_indices, check_leaves, check_values, pair_leaves
 from pallas_kernels.dispatch import Choice, Implementation
-from pallas_kernels.state_scatter import reference, triton
+from pallas_kernels.state_scatter import mosaic_gpu, reference, triton
 
 _OP = "state_scatter"
 
@@ -77,5 +77,7 @@ def _run(
     match choice.implementation:
         case "triton":
             return triton.scatter(pools, states, indices, interpret=interpret)
+        case "mosaic_gpu":
+            return mosaic_gpu.scatter(pools, states, indices, interpret=interpret)
         case "xla":
             return reference.scatter(pools, states, indices, row_copies=choice.device.platform == "cpu")

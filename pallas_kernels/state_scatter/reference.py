@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_kernels import compat
 from pallas_kernels.arguments import Indices
+from pallas_kernels.entries import inside
 
 
 def scatter(pools: list[jax.Array], states: list[jax.Array], indices: Indices, *, row_copies: bool) -> list[jax.Array]:
@@ -49,11 +50,6 @@ def for_each(valid: jax.Array, body: Callable, carry):
     """Folds `body(i, carry)` over the positions where `valid [B]` holds, in order."""
     order = jnp.argsort(~valid, stable=True)
     return lax.fori_loop(0, valid.sum(), lambda n, carry: body(order[n], carry), carry)
-
-
-def inside(indices: jax.Array, limit: int) -> jax.Array:
-    """Where an index is neither padding nor out of range."""
-    return (indices >= 0) & (indices < limit)
 
 
 def scatter_rows(pool: jax.Array, slots: jax.Array, valid: jax.Array, values: jax.Array) -> jax.Array:

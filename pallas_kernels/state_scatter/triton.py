@@ -16,16 +16,17 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.arguments import Indices
 from pallas_kernels.compat import triton
+from pallas_kernels.entries import Entry, read_entry
 
 _BLOCK_BYTES = 16 * 1024
 NUM_WARPS = 4
 
 
 class Chunks(NamedTuple):
-    """A leaf's share of the grid: chunk ids `first .. first + count - 1`, each `block` elements of `size`."""
+    """A leaf's share of the grid: chunk ids `first .. first + number - 1`, each `block` elements of `size`."""
 
     first: int
-    count: int
+    number: int
     block: int
     size: int
 
@@ -35,26 +36,13 @@ class Chunks(NamedTuple):
 
     def holds(self, chunk: jax.Array) -> jax.Array:
         """Whether a chunk belongs to this leaf."""
-        return (chunk >= self.first) & (chunk < self.first + self.count)
+        return (chunk >= self.first) & (chunk < self.first + self.number)
 
     def mask(self, chunk: jax.Array) -> jax.Array | None:
         """Which elements of a chunk exist; None where all do."""
         if self.size % self.block == 0:
             return None
         return self.start(chunk) + jnp.arange(self.block) < self.size
-
-
-class Entry(NamedTuple):
-    """What one program needs to know of its entry: scalars read from the index arrays."""
-
-    slot: jax.Array
-    step: jax.Array
-    row: jax.Array
-    has_slot: jax.Array
-    live: jax.Array
-    track_slot: jax.Array | None
-    track_step: jax.Array | None
-    track: jax.Array | None
 
 
 def scatter(pools: list[jax.Array], states: list[jax.Array], indices: Indices, *, interpret: bool) -> list[jax.Array]:
@@ -65,11 +53,11 @@ def scatter(pools: list[jax.Array], states: list[jax.Array], indices: Indices, *
 
     def state_scatter_kernel(index_refs, state_refs, _, pool_refs):
         chunk, i, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        entry = read_entry(index_refs, i, num_slots, num_rows, num_steps)
+        entry = read_entry(index_refs, i, num_slots, num_rows, num_steps, needs_slot=False)
         for part, pool_ref, state_ref in zip(chunks, pool_refs, state_refs, strict=True):
             pl.when(part.holds(chunk))(functools.partial(copy_chunk, part, chunk, layer, entry, pool_ref, state_ref))
 
-    grid = (chunks[-1].first + chunks[-1].count, indices.slots.size, pools[0].shape[0])
+    grid = (chunks[-1].first + chunks[-1].number, indices.slots.size, pools[0].shape[0])
     return launch(state_scatter_kernel, grid, indices, states, pools, interpret)
 
 
@@ -102,19 +90,6 @@ def launch(
     )(*jax.tree.leaves((inputs, sources, pools)))
 
 
-def read_entry(index_refs: Indices, i: jax.Array, num_slots: int, num_rows: int, num_steps: int) -> Entry:
-    """Reads an entry's indices and tells which of its states are to be written."""
-    read: Any = jax.tree.map(lambda ref: triton.load(ref.at[i]), index_refs)
-    slot, step, row, track_slot, track_step = read
-    row = i if row is None else row
-    has_slot, has_row = _inside(slot, num_slots), _inside(row, num_rows)
-    live = has_slot & has_row & _inside(step, num_steps)
-    if track_slot is None:
-        return Entry(slot, step, row, has_slot, live, None, None, None)
-    track = has_row & _inside(track_slot, num_slots) & _inside(track_step, num_steps)
-    return Entry(slot, step, row, has_slot, live, track_slot, track_step, track)
-
-
 def copy_chunk(part: Chunks, chunk: jax.Array, layer: jax.Array, entry: Entry, pool_ref: Any, state_ref: Any) -> None:
     """Moves one chunk of a state to the entry's slots."""
     at, mask = pl.ds(part.start(chunk), part.block), part.mask(chunk)
@@ -123,9 +98,8 @@ def copy_chunk(part: Chunks, chunk: jax.Array, layer: jax.Array, entry: Entry, p
         values = triton.load(state_ref.at[layer, entry.row, step, at], mask=mask)
         triton.store(pool_ref.at[layer, slot, at], values, mask=mask)
 
-    pl.when(entry.live)(lambda: move(entry.slot, entry.step))
-    if entry.track is not None:
-        pl.when(entry.track)(lambda: move(entry.track_slot, entry.track_step))
+    for target in entry.targets:
+        pl.when(target.valid)(functools.partial(move, target.slot, target.step))
 
 
 def split(leaves: list[tuple[int, int]]) -> list[Chunks]:
@@ -156,7 +130,3 @@ def check_offsets(op: str, arrays: list[jax.Array]) -> None:
                 f"{op}: the Triton backend computes wrong offsets in a {array.dtype} array of {array.size} elements, "
                 "between 2**31 and 2**32 bytes; pass implementation='xla', or split or enlarge the pool"
             )
-
-
-def _inside(index: jax.Array, limit: int) -> jax.Array:
-    return (index >= 0) & (index < limit)

@@ -21,8 +21,8 @@ IMPLEMENTATIONS = {
     "sm_75": ("xla",),
     "sm_80": ("triton",),
     "sm_89": ("triton",),
-    "sm_90": ("triton",),
-    "sm_100": ("triton",),
+    "sm_90": ("triton", "mosaic_gpu"),
+    "sm_100": ("triton", "mosaic_gpu"),
 }
 
 
