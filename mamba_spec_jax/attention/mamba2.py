@@ -142,8 +142,9 @@ class Mamba2:
             )
         else:
             scan = ssd.step_scan if self.verify is SpeculativeMode.DECODE else ssd.window_scan
-            y, states = scan(h0, ssm_inputs, A, D)
-            record = self._remember(record, index, conv_inputs, ssm_inputs, A, states)
+            snapshots = record.recurrent if self.strategy is CommitStrategy.SNAPSHOT else None
+            y, snapshots = scan(h0, ssm_inputs, A, D, snapshots, index)
+            record = self._remember(record, index, conv_inputs, ssm_inputs, A, snapshots)
         return y.astype(inputs.xBC.dtype), pool, record
 
     def commit(
@@ -194,11 +195,16 @@ class Mamba2:
         )
 
     def _remember(
-        self, record: VerifyRecord, index: int, conv_inputs: Array, inputs: ssd.SSMInputs, A: Array, states: Array
+        self,
+        record: VerifyRecord,
+        index: int,
+        conv_inputs: Array,
+        inputs: ssd.SSMInputs,
+        A: Array,
+        snapshots: Array | None,
     ) -> VerifyRecord:
-        if self.strategy is CommitStrategy.SNAPSHOT:
-            recurrent = record.recurrent.at[index].set(jnp.moveaxis(states, 0, 1))  # type: ignore[attr-defined]
-        else:
+        recurrent: object = snapshots
+        if self.strategy is CommitStrategy.REPLAY:
             kept = ReplayInputs(x=inputs.x, dt=inputs.dt, B=inputs.B, A=A)
             recurrent = jax.tree.map(lambda buffer, leaf: buffer.at[index].set(leaf), record.recurrent, kept)
         conv_inputs = record.conv_inputs.at[index].set(conv_inputs)

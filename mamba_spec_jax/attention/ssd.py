@@ -45,23 +45,34 @@ def _time_major(inputs: SSMInputs) -> SSMInputs:
 
 
 def step_scan(
-    h0: SSMStates, inputs: SSMInputs, A: Float[Array, "H"], D: Float[Array, "H"]
-) -> tuple[Float[Array, "B T H P"], Float[Array, "T B H P N"]]:
-    """The recurrence token by token: every output, and the state after every token in `h0`'s dtype.
+    h0: SSMStates,
+    inputs: SSMInputs,
+    A: Float[Array, "H"],
+    D: Float[Array, "H"],
+    snapshots: Float[Array, "L B T H P N"] | None,
+    index: int,
+) -> tuple[Float[Array, "B T H P"], Float[Array, "L B T H P N"] | None]:
+    """The recurrence token by token: every output, and the state after every token as layer `index` of `snapshots`.
 
     The state is rounded to its storage dtype after every token, as if each had been decoded on its own. It is a scan
-    even for one token: the compiled body is then the same for every T, and so are the bits.
+    even for one token: the compiled body is then the same for every T, and so are the bits. States go straight from
+    the scan into `snapshots`, which saves copying all of them; None keeps none.
     """
 
-    def step(h, token):
+    def step(carry, token_and_index):
+        h, snapshots = carry
+        token, t = token_and_index
         h_new = _state_step(h, token.x, token.dt, A, token.B)
         C = jnp.repeat(token.C, h.shape[1] // token.C.shape[1], axis=1)
-        y = jnp.sum(h_new * C[:, :, None, :], axis=-1) + D[:, None] * token.x
+        # A product, not a sum of products: on a CPU, XLA reduces the innermost axis one element at a time.
+        y = jnp.einsum("bhpn,bhn->bhp", h_new, C, precision=_EXACT) + D[:, None] * token.x
         h_new = h_new.astype(h.dtype)
-        return h_new, (y, h_new)
+        if snapshots is not None:
+            snapshots = snapshots.at[index, :, t].set(h_new)
+        return (h_new, snapshots), y
 
-    _, (y, states) = jax.lax.scan(step, h0, _time_major(inputs))
-    return jnp.moveaxis(y, 0, 1), states
+    (_, snapshots), y = jax.lax.scan(step, (h0, snapshots), (_time_major(inputs), jnp.arange(inputs.x.shape[1])))
+    return jnp.moveaxis(y, 0, 1), snapshots
 
 
 def fold(h0: SSMStates, inputs: SSMInputs, A: Float[Array, "H"], num_tokens: Rows) -> SSMStates:
@@ -102,18 +113,25 @@ def chunk_scan(
 
 
 def window_scan(
-    h0: SSMStates, inputs: SSMInputs, A: Float[Array, "H"], D: Float[Array, "H"]
-) -> tuple[Float[Array, "B T H P"], Float[Array, "T B H P N"]]:
-    """One verify window in the chunked form: every output, and every token's state in `h0`'s dtype."""
+    h0: SSMStates,
+    inputs: SSMInputs,
+    A: Float[Array, "H"],
+    D: Float[Array, "H"],
+    snapshots: Float[Array, "L B T H P N"] | None,
+    index: int,
+) -> tuple[Float[Array, "B T H P"], Float[Array, "L B T H P N"] | None]:
+    """One verify window in the chunked form; arguments and results as `step_scan`'s."""
     inputs = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), inputs)
     h = h0.astype(jnp.float32)
     y, _ = _chunk_outputs(h, inputs, A, D)
+    if snapshots is None:
+        return y, None
     c = jnp.cumsum(inputs.dt * A, axis=1)
     weights = _causal_decay(c) * inputs.dt[:, None]  # [B, T, T, H]
     B = _heads(inputs.B, h.shape[1])
-    states = jnp.einsum("btjh,bjhp,bjhn->tbhpn", weights, inputs.x, B, precision=_EXACT)
-    states = states + jnp.moveaxis(jnp.exp(c), 1, 0)[..., None, None] * h
-    return y, states.astype(h0.dtype)
+    states = jnp.einsum("btjh,bjhp,bjhn->bthpn", weights, inputs.x, B, precision=_EXACT)
+    states = states + jnp.exp(c)[..., None, None] * h[:, None]
+    return y, snapshots.at[index].set(states.astype(snapshots.dtype))
 
 
 def _chunk_outputs(h: Array, window: SSMInputs, A: Array, D: Array) -> tuple[Array, Array]:
