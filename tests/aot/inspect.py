@@ -10,16 +10,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Mosaic GPU reads these when it compiles, and jax which backends to start when it is imported.
-os.environ["JAX_PLATFORMS"] = "cpu"
-_MOSAIC_PTX = Path(os.environ.setdefault("MOSAIC_GPU_DUMP_TO", tempfile.mkdtemp(prefix="mosaic_ptx_")))
-os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+import jax
+from jax.sharding import SingleDeviceSharding
 
-import jax  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
+from tests.aot.targets import Target
 
-from tests.aot.targets import Target  # noqa: E402
-
+_MOSAIC_PTX = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
 _NO_LAUNCH = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 
 

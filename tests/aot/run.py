@@ -9,7 +9,7 @@ sees, and a crash in the compiler must not take the others along.
 import subprocess
 import sys
 
-from tests.aot.cases import IMPLEMENTATIONS, broken_promises, cases
+from tests.aot.cases import CASES_EACH, IMPLEMENTATIONS, broken_promises, cases
 from tests.aot.inspect import compile_for
 from tests.aot.targets import TARGETS
 
@@ -63,7 +63,7 @@ def _check(name: str) -> int:
             print(f"        BROKEN: {message}", flush=True)
         broken += bool(promises)
         count += 1
-    if count != len(IMPLEMENTATIONS[name]) * 12:
+    if count != len(IMPLEMENTATIONS[name]) * CASES_EACH:
         print(f"        BROKEN: {count} cases compiled for {name}", flush=True)
         return 1
     return 1 if broken else 0

@@ -1,5 +1,6 @@
 """Which implementation runs where, and what is said where one cannot."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -109,6 +110,24 @@ def test_the_op_refuses_a_kernel_on_a_cpu():
     index = jnp.zeros(1, jnp.int32)
     with pytest.raises(NotImplementedError, match="state_scatter: implementation 'triton' cannot run on cpu"):
         state_scatter(jnp.zeros((1, 1)), jnp.zeros((1, 1, 1)), index, index, implementation="triton")
+
+
+@pytest.mark.parametrize(("slots", "refused"), [(2**21, False), (2**21 + 1, True), (2**22, True), (2**22 + 1, False)])
+def test_triton_refuses_pools_whose_offsets_it_would_get_wrong(monkeypatch, slots, refused):
+    """One-byte elements between 2**31 and 2**32: the backend counts them in 32 bits."""
+    use_device(monkeypatch, gpu("NVIDIA H200"))
+    index = jax.ShapeDtypeStruct((1,), jnp.int32)
+    dst = jax.ShapeDtypeStruct((1, slots, 1024), jnp.int8)
+    src = jax.ShapeDtypeStruct((1, 1, 1, 1024), jnp.int8)
+    for implementation in (None, "triton"):
+        scatter = functools.partial(state_scatter, implementation=implementation)
+        if refused:
+            with pytest.raises(
+                NotImplementedError, match=r"wrong offsets in a int8 array .* pass implementation='xla'"
+            ):
+                jax.eval_shape(scatter, dst, src, index, index)
+        else:
+            assert jax.eval_shape(scatter, dst, src, index, index).shape == dst.shape
 
 
 @pytest.mark.skipif(compat.mosaic_interpreter() is not None, reason="this jax interprets Mosaic GPU kernels")

@@ -65,9 +65,13 @@ def pools(rng, case, run):
 @every_run
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(run, name):
-    case = CASES[name]
+    check_against_definition(run, CASES[name], EXAMPLES[run])
 
-    @settings(max_examples=EXAMPLES[run], deadline=None, derandomize=True, database=None)
+
+def check_against_definition(run, case, examples):
+    """Tries `examples` random index sets, trees and contents of one case."""
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
     @given(
         sets=index_sets(case.batch, case.slots, case.rows, case.nodes, case.tracked),
         parents=trees(case.batch, case.nodes) if case.tree else st.none(),
