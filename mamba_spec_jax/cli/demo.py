@@ -1,0 +1,88 @@
+"""`mamba-spec demo`: a real hybrid model with and without speculation, the numbers beside each other."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from mamba_spec_jax.cli.measure import Bench, Comparison, Scenario
+from mamba_spec_jax.cli.options import (
+    BATCHES,
+    BUNDLED,
+    BatchesOption,
+    DraftsOption,
+    DtypeOption,
+    MaxNewOption,
+    ModelOption,
+    Precision,
+    RepeatsOption,
+    SeedOption,
+    title_of,
+)
+from mamba_spec_jax.cli.plot import require_matplotlib, save_plot
+from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
+from mamba_spec_jax.cli.runtime import describe, open_model
+from mamba_spec_jax.cli.tables import differences, histogram_table, speed_table, text_table
+from mamba_spec_jax.models.loading import LoadedModel
+from pallas_kernels.dispatch import target
+
+_TEMPERATURE = 0.7
+_NOTES = (
+    "tokens a pass: emitted per pass of the model, the bonus token included.",
+    "cost ratio: time of a step that verifies over that of a plain step.",
+    "same tokens: every row equals plain decoding, token for token.",
+    "So small a model repeats itself when greedy, which drafts easily: temperature 0.7 says more.",
+)
+
+
+def demo(
+    model: ModelOption = str(BUNDLED),
+    drafts: DraftsOption = "8",
+    max_new_tokens: MaxNewOption = 128,
+    batch: BatchesOption = BATCHES,
+    repeats: RepeatsOption = 2,
+    dtype: DtypeOption = Precision.AUTO,
+    seed: SeedOption = 0,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the numbers, into this picture file.")] = None,
+) -> None:
+    """Decode the same prompts plainly and speculatively; compare text, acceptance and speed."""
+    if plot is not None:
+        require_matplotlib()
+    console = Console()
+    with Console(stderr=True).status("Loading the model") as status:
+        loaded, tokenizer = open_model(model, dtype)
+        console.print(_heading(loaded, model, drafts, max_new_tokens))
+        bench = Bench(loaded, tokenizer, max_new=max_new_tokens, repeats=repeats, seed=seed)
+        comparisons: list[Comparison] = []
+        for size, temperature, kind in itertools.product(batch, (0.0, _TEMPERATURE), PromptKind):
+            scenario = Scenario(kind, size, temperature)
+            status.update(f"{scenario}: compiling, then measuring")
+            comparisons += bench.compare(scenario, [drafts])
+    for comparison in comparisons:
+        scenario = comparison.scenario
+        if scenario.batch == batch[0] and scenario.temperature:
+            console.print(text_table(comparison, demo_prompts(scenario.kind, 1)[0], tokenizer))
+    console.print(speed_table(comparisons))
+    console.print(differences(comparisons))
+    console.print(Text("\n".join(_NOTES), style="dim"), end="\n\n")
+    console.print(histogram_table(comparisons))
+    if plot is not None:
+        save_plot(comparisons, plot)
+        console.print(f"Picture: {plot}", highlight=False)
+
+
+def _heading(loaded: LoadedModel, name: str, drafts: int | str, max_new: int) -> Text:
+    config = loaded.model.config
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(loaded.params))
+    attention = len(config.attention_layers)
+    return Text.assemble(
+        (f"{title_of(name)}\n", "bold"),
+        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.layer_types) - attention} Mamba-2 and "
+        f"{attention} attention layers, {loaded.model.policy.activations}, on {describe(target())}\n",
+        f"drafts by prompt lookup ({drafts} a step), {max_new} tokens a row\n",
+    )

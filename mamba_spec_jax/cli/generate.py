@@ -1,0 +1,129 @@
+"""`mamba-spec generate`: text from any model, shown as it arrives."""
+
+import json
+import sys
+import time
+from collections.abc import Generator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from mamba_spec_jax.cli.options import (
+    BUNDLED,
+    DraftsOption,
+    DtypeOption,
+    MaxNewOption,
+    Mode,
+    ModelOption,
+    ModeOption,
+    Precision,
+    SeedOption,
+    Strategy,
+    StrategyOption,
+)
+from mamba_spec_jax.cli.runtime import open_model
+from mamba_spec_jax.speculative.generate import Generation
+from mamba_spec_jax.speculative.sampling import Filter, Greedy, Method, MinP, Sampling, TopK, TopP
+from mamba_spec_jax.speculative.stream import StreamEvent, stream
+
+PromptArgument = Annotated[str | None, typer.Argument(help="What to continue; from stdin if left out or -.")]
+StopOption = Annotated[
+    list[str], typer.Option("--stop", help="Text that ends the output, not shown. May be given several times.")
+]
+
+
+def generate(
+    prompt: PromptArgument = None,
+    model: ModelOption = str(BUNDLED),
+    max_new_tokens: MaxNewOption = 128,
+    min_new_tokens: Annotated[int, typer.Option("--min-new-tokens", min=0, help="Tokens before the text may end.")] = 0,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0, help="0: the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Draw from the K likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", min=0, max=1, help="Draw from the likeliest P.")] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p", min=0, max=1, help="Least share of the likeliest.")] = None,
+    seed: SeedOption = 0,
+    stop: StopOption = [],  # noqa: B006, typer wants a list
+    drafts: DraftsOption = "auto",
+    mode: ModeOption = Mode.DECODE,
+    strategy: StrategyOption = Strategy.SNAPSHOT,
+    dtype: DtypeOption = Precision.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Write text, tokens and statistics as JSON.")] = False,
+) -> None:
+    """Continue a prompt."""
+    method = _method(temperature, top_k, top_p, min_p)
+    text = _read_prompt(prompt)
+    loaded, tokenizer = open_model(model, dtype, mode, strategy)
+    start = time.perf_counter()
+    events = stream(
+        loaded.model,
+        loaded.params,
+        [tokenizer.encode(text).ids],
+        tokenizer,
+        stop_strings=stop,
+        eos_ids=loaded.model.config.eos_token_ids,
+        depth=drafts,
+        method=method,
+        max_new=max_new_tokens,
+        min_new=min_new_tokens,
+        seeds=seed,
+        temperature=temperature,
+    )
+    pieces, generation = _follow(events, show=not as_json)
+    report = {"prompt": text, "text": "".join(pieces), "seconds": time.perf_counter() - start, **_summary(generation)}
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False, indent=2))
+        return
+    print()
+    notes = Console(stderr=True)
+    if notes.is_terminal:
+        line = "{new_tokens} tokens in {passes} passes, {mean_acceptance_length:.2f} a pass ({stop_reason})"
+        notes.print(line.format(**report), style="dim", highlight=False)
+
+
+def _method(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> Method:
+    """The filters in transformers' order: K, then P, then the least probability."""
+    filters: list[Filter] = []
+    if top_k is not None:
+        filters.append(TopK(top_k))
+    if top_p is not None:
+        filters.append(TopP(top_p))
+    if min_p is not None:
+        filters.append(MinP(min_p))
+    if temperature == 0 and filters:
+        raise ValueError("--top-k, --top-p and --min-p need a --temperature above 0: at 0 the likeliest token is taken")
+    return Sampling(tuple(filters)) if temperature else Greedy()
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt not in (None, "-"):
+        return prompt
+    if sys.stdin.isatty():
+        raise ValueError("no prompt: give one as an argument, or pipe it in")
+    return sys.stdin.read()
+
+
+def _follow(events: Generator[StreamEvent, None, Generation], show: bool) -> tuple[list[str], Generation]:
+    """The pieces of text, printed as they arrive if `show`, and what the generation was."""
+    pieces: list[str] = []
+    while True:
+        try:
+            event = next(events)
+        except StopIteration as end:
+            return pieces, end.value
+        pieces.append(event.text)
+        if show:
+            print(event.text, end="", flush=True)
+
+
+def _summary(generation: Generation) -> dict[str, Any]:
+    statistics = generation.statistics
+    return {
+        "tokens": generation.tokens[0],
+        "new_tokens": len(generation.tokens[0]),
+        "stop_reason": generation.reasons[0].name.lower(),
+        "passes": int(statistics.passes[0]),
+        "drafted": int(statistics.drafted[0]),
+        "mean_acceptance_length": float(statistics.mean_acceptance_length),
+        "acceptance_histogram": statistics.histogram[0].tolist(),
+    }

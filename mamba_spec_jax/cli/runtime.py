@@ -1,0 +1,73 @@
+"""What every command needs before it can run a model: dtypes for the device, compiled programs kept, a loaded model."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from tokenizers import Tokenizer
+
+from mamba_spec_jax.cli.options import Mode, Precision, Strategy
+from mamba_spec_jax.models.loading import LoadedModel, load
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
+from pallas_kernels.dispatch import Device, target
+
+
+def choose_policy(precision: Precision, device: Device | None = None) -> DTypePolicy:
+    """The dtypes a model runs in: those that were asked for, else those that suit the device.
+
+    Args:
+        precision: AUTO takes float32 on CPUs, float16 on NVIDIA GPUs before Ampere, and bfloat16 elsewhere.
+        device: jax's default device if None.
+    """
+    if precision is Precision.AUTO:
+        device = target() if device is None else device
+        if device.platform == "cpu":
+            precision = Precision.FLOAT32
+        elif device.capability is not None and device.capability < (8, 0):
+            precision = Precision.FLOAT16
+        else:
+            precision = Precision.BFLOAT16
+    policies = {
+        Precision.FLOAT32: DTypePolicy.float32,
+        Precision.FLOAT16: DTypePolicy.float16,
+        Precision.BFLOAT16: DTypePolicy.bfloat16,
+    }
+    return policies[precision]()
+
+
+def describe(device: Device) -> str:
+    """`NVIDIA H200 (compute capability 9.0)`; `CPU`."""
+    if device.capability is None:
+        return device.kind.upper() if device.kind == device.platform else f"{device.kind} ({device.platform})"
+    return f"{device.kind} (compute capability {device.capability[0]}.{device.capability[1]})"
+
+
+def cache_directory() -> Path:
+    """Where compiled programs are kept: one that jax was told already, else a folder of the user's cache."""
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir:
+        return Path(config.jax_compilation_cache_dir)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mamba-spec-jax" / "compiled"
+
+
+def keep_compiled_programs() -> None:
+    """Turns on jax's persistent compilation cache for this process."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def open_model(
+    name: str, precision: Precision, mode: Mode = Mode.DECODE, strategy: Strategy = Strategy.SNAPSHOT
+) -> tuple[LoadedModel, Tokenizer]:
+    """Loads a model and the tokenizer that the commands cannot do without; ValueError if there is none."""
+    loaded = load(
+        name,
+        policy=choose_policy(precision),
+        speculative_mode=SpeculativeMode(mode.value),
+        strategy=CommitStrategy(strategy.value),
+    )
+    if loaded.tokenizer is None:
+        raise ValueError(f"{loaded.folder} has no tokenizer.json, so text cannot be turned into its tokens")
+    return loaded, loaded.tokenizer
