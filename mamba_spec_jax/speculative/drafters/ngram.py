@@ -83,7 +83,7 @@ class NgramDrafter:
             suffix_token = jnp.take_along_axis(tokens, jnp.clip(last - back, 0, width - 1), axis=1)
             shifted = jnp.roll(tokens, back, axis=1)
             runs &= (shifted == suffix_token) & (columns >= back)
-            matched += runs
+            matched += runs.astype(jnp.int32)
         # One plain maximum finds the longest match and, among equals, the latest.
         best = jnp.max(matched * width + columns, axis=1)
         return best // width, best % width

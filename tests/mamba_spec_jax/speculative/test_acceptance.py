@@ -268,7 +268,7 @@ def test_log_probs_are_the_targets_own():
 
 
 LOGITS = jnp.zeros((B, T, V))
-DRAFT = make_draft(np.zeros((B, T)), np.zeros(B))
+DRAFT = make_draft(np.zeros((B, T)), np.zeros(B, np.int32))
 
 
 @pytest.mark.parametrize(
