@@ -1,4 +1,4 @@
-"""What the ops' arguments must be: shapes and dtypes while tracing, values on request.
+"""What the ops' arguments must be while tracing: structure, shapes and dtypes. For values see `validation.py`.
 
 L layers, S slots, R source rows, T steps, B entries; every leaf of one call shares L, S, R and T.
 """
@@ -123,55 +123,6 @@ def check_parents(op: str, parents: Any, batch: int, steps: int) -> jax.Array:
     parents = _int32(op, "parents", parents)
     check_shape(op, "parents", parents, (batch, steps))
     return parents
-
-
-def check_values(op: str, extent: Extent, indices: Indices, parents: jax.Array | None, reads_slots: bool) -> None:
-    """Reports every duplicate and out-of-range index with its position; for eager calls only.
-
-    reads_slots: whether an entry reads its live slot even if only its tracked state is written.
-    """
-    given = {name: value for name, value in indices._asdict().items() if value is not None}
-    if parents is not None:
-        given["parents"] = parents
-    if any(isinstance(value, jax.core.Tracer) for value in given.values()):
-        raise ValueError(
-            f"{op}: validate=True reads index values, so it cannot run inside jit; call it eagerly or drop it"
-        )
-    values = {"rows": np.arange(indices.slots.size)} | {name: np.asarray(value) for name, value in given.items()}
-    limits = {"slots": extent.slots, "steps": extent.steps, "rows": extent.rows}
-    limits |= {"track_slots": extent.slots, "track_steps": extent.steps}
-    problems = []
-    inside = {}
-    for name, limit in limits.items():
-        if name in values:
-            inside[name] = (values[name] >= 0) & (values[name] < limit)
-            for i in np.flatnonzero(~inside[name] & (values[name] != -1)):
-                problems.append(f"{name}[{i}] = {values[name][i]} is out of range (-1 or 0..{limit - 1})")
-    if "parents" in values:
-        own = np.arange(extent.steps)
-        bad = (values["parents"] < -1) | (values["parents"] >= own)
-        problems += [
-            f"parents[{i}, {t}] = {values['parents'][i, t]} is not an earlier node or -1" for i, t in np.argwhere(bad)
-        ]
-
-    writes = inside["slots"] & inside["steps"] & inside["rows"]
-    targets = [("slots", i) for i in np.flatnonzero(writes).tolist()]
-    used = writes
-    if "track_slots" in values:
-        tracked = inside["track_slots"] & inside["track_steps"] & inside["rows"]
-        if reads_slots:
-            tracked &= inside["slots"]
-            used = writes | tracked
-        targets += [("track_slots", i) for i in np.flatnonzero(tracked).tolist()]
-    users: dict[int, list[tuple[str, int]]] = {}
-    for target in dict.fromkeys([*targets, *(("slots", i) for i in np.flatnonzero(used).tolist())]):
-        users.setdefault(int(values[target[0]][target[1]]), []).append(target)
-    for slot, entries in sorted(users.items()):
-        if len(entries) > 1 and any(entry in targets for entry in entries):
-            named = ", ".join(f"{name}[{i}]" for name, i in entries)
-            problems.append(f"slot {slot} is named more than once: {named}")
-    if problems:
-        raise ValueError(f"{op}: " + "; ".join(problems))
 
 
 def _int32(op: str, name: str, value: Any) -> jax.Array:

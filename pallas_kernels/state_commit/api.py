@@ -5,9 +5,10 @@ from typing import Any
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.arguments import Indices, check_indices, check_leaves, check_parents, check_values, pair_leaves
+from pallas_kernels.arguments import Indices, check_indices, check_leaves, check_parents, pair_leaves
 from pallas_kernels.dispatch import Choice, Implementation
 from pallas_kernels.state_commit import mosaic_gpu, reference, triton
+from pallas_kernels.validation import check_values
 
 _OP = "state_commit"
 

@@ -14,7 +14,16 @@ from pallas_kernels.arguments import Indices
 from pallas_kernels.entries import inside
 from pallas_kernels.state_commit.window import earlier, taps
 from pallas_kernels.state_scatter import reference as state_scatter
-from pallas_kernels.state_scatter.reference import bits, for_each, movable, restored, scatter_rows, source_rows
+from pallas_kernels.state_scatter.reference import (
+    bits,
+    for_each,
+    movable,
+    read,
+    restored,
+    scatter_rows,
+    source_rows,
+    write,
+)
 
 
 def commit(
@@ -34,8 +43,8 @@ def commit(
         has_slot = inside(indices.slots, (ssm + conv)[0].shape[1])
         indices = indices._replace(track_slots=jnp.where(has_slot, indices.track_slots, -1))
     if conv:
-        write = _windows_by_row if row_copies else _windows_at_once
-        conv = [write(pool, inputs, parents, indices) for pool, inputs in zip(conv, conv_inputs, strict=True)]
+        form = _windows_by_row if row_copies else _windows_at_once
+        conv = [form(pool, inputs, parents, indices) for pool, inputs in zip(conv, conv_inputs, strict=True)]
     if ssm:
         ssm = state_scatter.scatter(ssm, ssm_states, indices, row_copies=row_copies)
     return ssm, conv
@@ -46,40 +55,40 @@ def _windows_by_row(pool, inputs, parents, indices):
     live, track = _targets(pool, inputs, parents, indices)
     inputs = movable(inputs)
 
-    def write(i, pool):
+    def form(i, pool):
         slot, row = indices.slots[i], indices.rows[i]
-        old = bits(lax.dynamic_slice(pool, (0, slot, 0, 0), (layers, 1, width, channels)))
+        old = bits(read(pool, (0, slot, 0, 0), (layers, 1, width, channels)))
 
         def window(where):
             columns = []
             for j in range(width):
                 tap = where[i, j]
-                column = lax.dynamic_slice(old, (0, 0, jnp.minimum(tap, width - 1), 0), (layers, 1, 1, channels))
-                fresh = lax.dynamic_slice(inputs, (0, row, jnp.maximum(tap - width, 0), 0), column.shape)
+                column = read(old, (0, 0, jnp.minimum(tap, width - 1), 0), (layers, 1, 1, channels))
+                fresh = read(inputs, (0, row, jnp.maximum(tap - width, 0), 0), column.shape)
                 columns.append(jnp.where(tap < width, column, bits(fresh)))
             return restored(jnp.concatenate(columns, axis=2), pool.dtype)
 
         now = window(live.taps)
         if track is None:
-            return lax.dynamic_update_slice(pool, now, (0, slot, 0, 0))
+            return write(pool, now, (0, slot, 0, 0))
         # Both windows are formed before either is stored. Each store stands in for the other where that set skips the
         # entry, which is cheaper here than a branch and never rewrites a slot that is to be left alone.
         tracked, track_slot = window(track.taps), track.slots[i]
         first = jnp.where(live.valid[i], now, tracked), jnp.where(live.valid[i], slot, track_slot)
         second = jnp.where(track.valid[i], tracked, now), jnp.where(track.valid[i], track_slot, slot)
         for value, at in (first, second):
-            pool = lax.dynamic_update_slice(pool, value, (0, at, 0, 0))
+            pool = write(pool, value, (0, at, 0, 0))
         return pool
 
     valid = live.valid if track is None else live.valid | track.valid
-    return restored(for_each(valid, write, movable(pool)), pool.dtype)
+    return restored(for_each(valid, form, movable(pool)), pool.dtype)
 
 
 def _windows_at_once(pool, inputs, parents, indices):
     layers, _, width, _ = pool.shape
     targets = [target for target in _targets(pool, inputs, parents, indices) if target is not None]
     old = pool.at[:, indices.slots].get(mode="clip")
-    layer, row = jnp.arange(layers)[:, None, None], indices.rows[:, None]
+    layer, row = jnp.arange(layers, dtype=jnp.int32)[:, None, None], indices.rows[:, None]
     windows = []
     for target in targets:
         kept = jnp.take_along_axis(old, jnp.minimum(target.taps, width - 1)[None, :, :, None], axis=2)

@@ -5,9 +5,10 @@ from typing import Any
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.arguments import Indices, check_indices, check_leaves, check_values, pair_leaves
+from pallas_kernels.arguments import Indices, check_indices, check_leaves, pair_leaves
 from pallas_kernels.dispatch import Choice, Implementation
 from pallas_kernels.state_scatter import mosaic_gpu, reference, triton
+from pallas_kernels.validation import check_values
 
 _OP = "state_scatter"
 
@@ -58,7 +59,7 @@ def state_scatter(
         raise ValueError(f"{_OP}: dst has no leaves; expected a pytree of at least one [L, S, ...] array")
     indices = check_indices(_OP, extent, slots, steps, rows, track_slots, track_steps)
     if validate:
-        check_values(_OP, extent, indices, parents=None, reads_slots=False)
+        check_values(_OP, extent, indices, reads_slots=False)
     choice = dispatch.resolve(_OP, implementation, interpret)
 
     results = [leaf.dst for leaf in leaves]

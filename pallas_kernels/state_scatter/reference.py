@@ -18,11 +18,11 @@ from pallas_kernels.entries import inside
 
 def scatter(pools: list[jax.Array], states: list[jax.Array], indices: Indices, *, row_copies: bool) -> list[jax.Array]:
     """The pools with both index sets written; row_copies picks the form for CPUs."""
-    write = _copy_rows if row_copies else _gather_and_scatter
+    move = _copy_rows if row_copies else _gather_and_scatter
     rows = source_rows(indices)
-    pools = write(pools, states, rows, indices.slots, indices.steps)
+    pools = move(pools, states, rows, indices.slots, indices.steps)
     if indices.track_slots is not None:
-        pools = write(pools, states, rows, indices.track_slots, indices.track_steps)
+        pools = move(pools, states, rows, indices.track_slots, indices.track_steps)
     return pools
 
 
@@ -46,10 +46,20 @@ def restored(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 
+def read(array: jax.Array, start: tuple, shape: tuple[int, ...]) -> jax.Array:
+    """A slice at a start of integers and int32 scalars, which 64-bit mode would not mix."""
+    return lax.dynamic_slice(array, [jnp.asarray(i, jnp.int32) for i in start], shape)
+
+
+def write(array: jax.Array, values: jax.Array, start: tuple) -> jax.Array:
+    """The array with a slice replaced; see `read`."""
+    return lax.dynamic_update_slice(array, values, [jnp.asarray(i, jnp.int32) for i in start])
+
+
 def for_each(valid: jax.Array, body: Callable, carry):
     """Folds `body(i, carry)` over the positions where `valid [B]` holds, in order."""
-    order = jnp.argsort(~valid, stable=True)
-    return lax.fori_loop(0, valid.sum(), lambda n, carry: body(order[n], carry), carry)
+    order = jnp.argsort(~valid, stable=True).astype(jnp.int32)
+    return lax.fori_loop(0, valid.sum(dtype=jnp.int32), lambda n, carry: body(order[n], carry), carry)
 
 
 def scatter_rows(pool: jax.Array, slots: jax.Array, valid: jax.Array, values: jax.Array) -> jax.Array:
@@ -58,9 +68,9 @@ def scatter_rows(pool: jax.Array, slots: jax.Array, valid: jax.Array, values: ja
     Both indexed dimensions lead in the flat pool: XLA's GPU scatter would transpose the pool otherwise.
     """
     layers, size = pool.shape[:2]
-    flat = jnp.arange(layers)[:, None] * size + slots
+    flat = jnp.arange(layers, dtype=jnp.int32)[:, None] * size + slots
     # Skipped entries point past the end, each elsewhere, so that the promise of unique indices holds.
-    past = layers * size + jnp.arange(layers * slots.size).reshape(layers, slots.size)
+    past = layers * size + jnp.arange(layers * slots.size, dtype=jnp.int32).reshape(layers, slots.size)
     where = jnp.where(valid, flat, past).reshape(-1)
     rows = pool.reshape(layers * size, *pool.shape[2:])
     rows = rows.at[where].set(values.reshape(-1, *pool.shape[2:]), mode="drop", unique_indices=True)
@@ -75,8 +85,8 @@ def _copy_rows(pools, states, rows, slots, steps):
         moved = []
         for pool, state in zip(pools, states, strict=True):
             layers, _, _, size = state.shape
-            row = lax.dynamic_slice(state, (0, rows[i], steps[i], 0), (layers, 1, 1, size))
-            moved.append(lax.dynamic_update_slice(pool, row.reshape(layers, 1, size), (0, slots[i], 0)))
+            row = read(state, (0, rows[i], steps[i], 0), (layers, 1, 1, size))
+            moved.append(write(pool, row.reshape(layers, 1, size), (0, slots[i], 0)))
         return moved
 
     pools = for_each(_valid(pools, states, rows, slots, steps), copy, [movable(pool) for pool in pools])

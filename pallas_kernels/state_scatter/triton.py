@@ -42,7 +42,7 @@ class Chunks(NamedTuple):
         """Which elements of a chunk exist; None where all do."""
         if self.size % self.block == 0:
             return None
-        return self.start(chunk) + jnp.arange(self.block) < self.size
+        return self.start(chunk) + jnp.arange(self.block, dtype=jnp.int32) < self.size
 
 
 def scatter(pools: list[jax.Array], states: list[jax.Array], indices: Indices, *, interpret: bool) -> list[jax.Array]:

@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -157,3 +158,14 @@ def test_empty_batch_leaves_the_pools_alone(run):
     none = np.zeros(0, np.int32)
     for part, before in zip(commit(run, *arrays, oracle.Sets(none, none, none, none, none)), arrays[:2], strict=True):
         np.testing.assert_array_equal(oracle.bits(part), oracle.bits(before))
+
+
+@pytest.mark.parametrize("run", ["xla", "xla-off-cpu", "triton"])
+def test_64_bit_mode_changes_nothing(run):
+    case = CASES["chain"]
+    arrays = pools(np.random.default_rng(8), case, run)
+    sets = oracle.Sets(*(np.array(x, np.int32) for x in ([0, 6, 2], [4, 0, 2], [3, 0, 1], [1, -1, 5], [1, 4, 3])))
+    with jax.enable_x64(True):
+        actual = commit(run, *arrays, sets)
+    for part, want in zip(actual, oracle.commit(*arrays, sets), strict=True):
+        np.testing.assert_array_equal(oracle.bits(part), oracle.bits(want))
