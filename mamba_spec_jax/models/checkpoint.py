@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,25 @@ from safetensors import SafetensorError, safe_open
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_PATTERNS = ["config.json", "generation_config.json", "tokenizer.json", "model*.safetensors", _INDEX]
+_FILES = ("config.json", "generation_config.json", "tokenizer.json", "model*.safetensors", _INDEX)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def locate(name_or_folder: str | Path, *, revision: str | None = None, local_files_only: bool = False) -> Path:
-    """The folder of a checkpoint: itself, or that of a hub model, whose JSON and safetensors files are downloaded.
+def locate(
+    name_or_folder: str | Path,
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    files: Sequence[str] = _FILES,
+) -> Path:
+    """The folder of a checkpoint: itself, or that of a hub model, of which `files` are downloaded.
 
     Args:
         name_or_folder: a folder, or a hub id such as `ibm-granite/granite-4.0-h-350m`.
         revision: branch, tag or commit on the hub.
         local_files_only: use what an earlier call downloaded.
+        files: names and patterns; all that loading reads by default, never anything but JSON and safetensors.
     """
     folder = Path(name_or_folder).expanduser()
     if folder.is_dir():
@@ -35,7 +42,7 @@ def locate(name_or_folder: str | Path, *, revision: str | None = None, local_fil
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name, revision=revision, local_files_only=local_files_only, allow_patterns=_PATTERNS
+                name, revision=revision, local_files_only=local_files_only, allow_patterns=list(files)
             )
         )
     except HFValidationError as error:
