@@ -38,7 +38,7 @@ class TopK:
             raise ValueError(f"TopK.k is {self.k!r}, expected an integer of at least 1")
 
     def threshold(self, log_probs: Float[Array, "*N V"]) -> Float[Array, "*N 1"]:
-        return _lowest_kept(log_probs, jnp.ones_like(log_probs), self.k)
+        return _lowest_kept(log_probs, jnp.ones_like(log_probs), float(self.k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TopP:
     def threshold(self, log_probs: Float[Array, "*N V"]) -> Float[Array, "*N 1"]:
         if self.p == 1:  # a float32 sum of all the rest may round to 1 and would drop the least likely tokens
             return jnp.full_like(log_probs[..., :1], -jnp.inf)
-        return _lowest_kept(log_probs, jnp.exp(log_probs), self.p)
+        return _lowest_kept(log_probs, jnp.exp(log_probs), float(self.p))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +176,7 @@ def draw_uniforms(keys: Array) -> Float[Array, "*N"]:
     return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys.ravel()).reshape(keys.shape)
 
 
+@jax.jit
 def _lowest_kept(log_probs: Float[Array, "*N V"], weights: Float[Array, "*N V"], bound: float) -> Float[Array, "*N 1"]:
     """A threshold at or above which lie exactly the tokens with less than `bound` weight strictly above them.
 
