@@ -95,7 +95,7 @@ def accept(
             accepted, last = _reject(draft.tokens, draft.probs.astype(jnp.float32), real, log_p, seeds, positions)
 
     accept_lens = jnp.where(draft.slots >= 0, accepted + 1, 0)
-    nodes = jnp.arange(logits.shape[1])
+    nodes = jnp.arange(logits.shape[1], dtype=jnp.int32)
     following = jnp.concatenate([draft.tokens[:, 1:], last[:, None]], axis=1)
     tokens = jnp.where(nodes == accepted[:, None], last[:, None], following)
     emitted = nodes < accept_lens[:, None]
@@ -132,7 +132,7 @@ def _reject(
     node = accepted[:, None]
     log_p_last = jnp.take_along_axis(log_p, node[..., None], axis=1)[:, 0]
     q_last = jnp.take_along_axis(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), node[..., None], axis=1)[:, 0]
-    rejected = node < jnp.sum(real, axis=1, keepdims=True)
+    rejected = node < jnp.sum(real, axis=1, keepdims=True, dtype=jnp.int32)
     weights = jnp.where(rejected, jnp.log(residual(jnp.exp(log_p_last), q_last)), log_p_last)
     keys = draw_keys(seeds, jnp.take_along_axis(positions, node, axis=1)[:, 0], Purpose.TOKEN)
     return accepted, draw_tokens(keys, weights)
@@ -141,7 +141,7 @@ def _reject(
 def _real_drafts(draft: Draft, vocab: int) -> Bool[Array, "B K"]:
     """The drafts of each row, up to the first one outside the vocabulary."""
     drafts = draft.tokens[:, 1:]
-    proposed = jnp.arange(drafts.shape[1]) < draft.lengths[:, None]
+    proposed = jnp.arange(drafts.shape[1], dtype=jnp.int32) < draft.lengths[:, None]
     return jnp.cumprod(proposed & (drafts >= 0) & (drafts < vocab), axis=1, dtype=jnp.int32).astype(bool)
 
 

@@ -134,7 +134,7 @@ def filtered_log_probs(
     for rule in method.filters:
         kept = log_probs >= rule.threshold(log_probs)
         log_probs = jax.nn.log_softmax(jnp.where(kept, log_probs, -jnp.inf), axis=-1)
-    best = jnp.argmax(logits, axis=-1)[..., None] == jnp.arange(logits.shape[-1])
+    best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32) == jnp.arange(logits.shape[-1], dtype=jnp.int32)
     return jnp.where(drawn, log_probs, jnp.where(best, 0.0, -jnp.inf))
 
 

@@ -82,7 +82,7 @@ class StopAutomaton:
             `[B]` column of the token that completes a stop string (T if none does), and the `[B]` states after the
             row's last token.
         """
-        columns = jnp.arange(tokens.shape[1])
+        columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
 
         def read(state, token):
             state = self.transitions.at[state, token].get(mode="fill", fill_value=0)
@@ -139,8 +139,8 @@ class StopConditions:
             min_new: `[B]` tokens a row emits before an end-of-sequence token may be among them.
             nodes: T (static).
         """
-        early = new_tokens[:, None] + jnp.arange(nodes) < min_new[:, None]
-        return early[..., None] & self.is_eos(jnp.arange(vocab_size))
+        early = new_tokens[:, None] + jnp.arange(nodes, dtype=jnp.int32) < min_new[:, None]
+        return early[..., None] & self.is_eos(jnp.arange(vocab_size, dtype=jnp.int32))
 
     def is_eos(self, tokens: Int32[Array, "*N"]) -> Bool[Array, "*N"]:
         return jnp.any(tokens[..., None] == self.eos_ids, axis=-1)
@@ -176,7 +176,7 @@ def limit_accept(result: AcceptResult, stops: StopConditions, states: Rows, rema
         remaining: `[B]` tokens each row may still emit.
     """
     lengths = result.accept_lens
-    columns = jnp.arange(result.tokens.shape[1])
+    columns = jnp.arange(result.tokens.shape[1], dtype=jnp.int32)
     first_eos = _first(stops.is_eos(result.tokens), columns < lengths[:, None])
     first_match = jnp.full_like(first_eos, columns.size)
     if stops.automaton is not None:
@@ -203,7 +203,7 @@ def limit_accept(result: AcceptResult, stops: StopConditions, states: Rows, rema
 def _first(flags: Bool[Array, "B T"], live: Bool[Array, "B T"]) -> Rows:
     """The first live column whose flag is set, T if none is."""
     width = flags.shape[1]
-    return jnp.min(jnp.where(flags & live, jnp.arange(width), width), axis=1).astype(jnp.int32)
+    return jnp.min(jnp.where(flags & live, jnp.arange(width, dtype=jnp.int32), width), axis=1).astype(jnp.int32)
 
 
 def _byte_transitions(stops: tuple[bytes, ...], prefixes: list[bytes]) -> np.ndarray:

@@ -57,7 +57,7 @@ class NgramDrafter:
         matched, end = self._longest_match(tokens, lengths)
         start = end + 1
         period = jnp.maximum(lengths - start, 1)
-        source = start[:, None] + jnp.arange(num_drafts) % period[:, None]
+        source = start[:, None] + jnp.arange(num_drafts, dtype=jnp.int32) % period[:, None]
         continuation = jnp.take_along_axis(tokens, jnp.clip(source, 0, tokens.shape[1] - 1), axis=1)
         found = matched >= self.min_ngram
         return Proposal(
@@ -75,7 +75,7 @@ class NgramDrafter:
     def _longest_match(self, tokens: Tokens, lengths: Rows) -> tuple[Rows, Rows]:
         """Length of the longest suffix with an earlier occurrence (0 for none), and where the latest of those ends."""
         width = tokens.shape[1]
-        columns = jnp.arange(width)
+        columns = jnp.arange(width, dtype=jnp.int32)
         last = lengths[:, None] - 1
         runs = jnp.broadcast_to(columns < last, tokens.shape)
         matched = jnp.zeros(tokens.shape, jnp.int32)

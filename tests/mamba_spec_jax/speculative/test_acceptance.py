@@ -267,6 +267,15 @@ def test_log_probs_are_the_targets_own():
     assert jit_accept(Greedy(), logits, draft).logprobs is None
 
 
+def test_64_bit_mode_draws_the_same():
+    logits, draft = random_case(6, True)
+    expected = run(logits, draft)
+    with jax.enable_x64(True):
+        got = run(logits, draft)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert jax.tree.map(lambda leaf: leaf.dtype, got) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+
+
 LOGITS = jnp.zeros((B, T, V))
 DRAFT = make_draft(np.zeros((B, T)), np.zeros(B, np.int32))
 
