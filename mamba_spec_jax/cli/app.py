@@ -27,6 +27,7 @@ for command in (demo, generate, bench, plan, doctor):
 
 _INTERRUPTED = 130
 _FAILED = 2
+_HINT = "mamba-spec --debug ... shows where"
 
 
 @dataclasses.dataclass
@@ -80,4 +81,5 @@ def _one_line(error: Exception) -> str:
     message = " ".join(str(error).split())
     if message and isinstance(error, ValueError | MemoryError | NotImplementedError | OSError | ImportError):
         return message
-    return f"{type(error).__name__}: {message} (mamba-spec --debug ... shows where)"
+    kind = type(error).__name__
+    return f"{kind}: {message} ({_HINT})" if message else f"{kind} ({_HINT})"

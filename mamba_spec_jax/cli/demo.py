@@ -24,7 +24,7 @@ from mamba_spec_jax.cli.options import (
     SeedOption,
     title_of,
 )
-from mamba_spec_jax.cli.plot import require_matplotlib, save_plot
+from mamba_spec_jax.cli.plot import require_drawable, save_plot
 from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
 from mamba_spec_jax.cli.runtime import describe, open_model
 from mamba_spec_jax.cli.tables import differences, histogram_table, speed_table, text_table
@@ -52,7 +52,7 @@ def demo(
 ) -> None:
     """Decode the same prompts plainly and speculatively; compare text, acceptance and speed."""
     if plot is not None:
-        require_matplotlib()
+        require_drawable(plot)
     console = Console()
     with Console(stderr=True).status("Loading the model") as status:
         loaded, tokenizer = open_model(model, dtype)

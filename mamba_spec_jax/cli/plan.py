@@ -45,7 +45,7 @@ def plan(
     if as_json:
         print(json.dumps({"parts": dict(memory.parts), "total": memory.total, "available": device_bytes()}, indent=2))
         return
-    title = f"{title_of(model)}: {batch} x {max_len} tokens, {drafts} drafts, {policy.activations}"
+    title = f"{title_of(model)}\n{batch} x {max_len} tokens, {drafts} drafts, {policy.activations}"
     Console().print(_table(title, memory, device_bytes()))
 
 

@@ -12,14 +12,22 @@ _INK, _GRID, _PLAIN = "#222222", "#dddddd", "#b8bcc4"
 _COLOURS = {"free": "#4c78a8", "edit": "#e39a3b", "repeat": "#4f9a6b"}
 
 
-def require_matplotlib() -> None:
-    """Raises ImportError saying how to get matplotlib, if it is missing."""
+def require_drawable(path: Path) -> None:
+    """Raises before anything is measured if the picture could not be written: ImportError or ValueError."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install 'mamba-spec-jax[notebooks]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in formats:
+        endings = ", ".join(formats)
+        raise ValueError(f"--plot {path} does not name a picture, expected a file ending in one of {endings}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path} cannot be written: {path.parent} is not a folder")
 
 
 def save_plot(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Draws the comparisons into `path`, whose suffix names the format; ValueError for one that does not exist."""
+    """Draws the comparisons into `path`, whose suffix names the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # optional, and slow to import
     from matplotlib.figure import Figure
 

@@ -1,0 +1,84 @@
+"""`mamba-spec generate` against the library, and what it refuses."""
+
+import io
+import json
+
+import pytest
+
+from mamba_spec_jax import generate, load
+from mamba_spec_jax.speculative.sampling import MinP, Sampling, TopK, TopP
+from mamba_spec_jax.speculative.stop import StopConditions
+from mamba_spec_jax.speculative.stream import generated_texts
+
+PROMPT = "def f(x):\n    return x"
+SAMPLED = ("--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--seed", "5")
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What the library makes of the prompt, sampled, without drafts."""
+    loaded = load(folder)
+    method = Sampling((TopK(40), TopP(0.95), MinP(0.01)))
+    ids = loaded.tokenizer.encode(PROMPT).ids
+    generation = generate(
+        loaded.model,
+        loaded.params,
+        [ids],
+        depth=0,
+        method=method,
+        temperature=0.8,
+        seeds=5,
+        max_new=TOKENS,
+        stops=StopConditions.create(loaded.model.config.eos_token_ids),
+    )
+    return generation.tokens[0], generated_texts(generation, loaded.tokenizer)[0]
+
+
+def test_text_goes_to_stdout(run, folder, expected):
+    out, err = run("generate", PROMPT, "--model", folder, "-n", TOKENS, *SAMPLED)
+    assert out == expected[1] + "\n"
+    assert err == ""
+
+
+@pytest.mark.parametrize("options", [("0",), ("3",), ("3", "--strategy", "replay"), ("3", "--mode", "prefill")])
+def test_json_and_stdin(run, folder, expected, monkeypatch, options):
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    out, _ = run("generate", "--json", "--model", folder, "-n", TOKENS, *SAMPLED, "--drafts", *options)
+    report = json.loads(out)
+    assert report["prompt"] == PROMPT
+    assert report["tokens"] == expected[0]
+    assert report["text"] == expected[1]
+    assert report["stop_reason"] == "max_new"
+    assert report["new_tokens"] == TOKENS
+    histogram = report["acceptance_histogram"]
+    assert len(histogram) == int(options[0]) + 1
+    assert sum(histogram) == report["passes"]
+    assert sum(n * count for n, count in enumerate(histogram, 1)) == TOKENS
+    assert report["mean_acceptance_length"] == pytest.approx(TOKENS / report["passes"])
+    assert set(report) - {"prompt", "tokens", "text", "stop_reason", "new_tokens", "acceptance_histogram"} == {
+        "seconds", "passes", "drafted", "mean_acceptance_length",
+    }  # fmt: skip
+
+
+def test_stop_strings_are_not_shown(run, folder, expected):
+    _, text = expected
+    stop = next(text[at : at + 2] for at in range(4, len(text)) if text[at : at + 2].isalnum())
+    cut = text[: text.index(stop)]
+    out, _ = run("generate", PROMPT, "--model", folder, "-n", TOKENS, *SAMPLED, "--stop", stop, "--stop", "never")
+    assert out == cut + "\n"
+
+
+def test_what_is_refused(fails, folder, tmp_path, monkeypatch):
+    model = ("--model", folder)
+    assert "need a --temperature above 0" in fails("generate", PROMPT, *model, "--top-k", 5)
+    assert "TopP.p is 0.0, expected" in fails("generate", PROMPT, *model, "-t", 1, "--top-p", 0)
+    assert "min_new [9] exceeds max_new [8]" in fails("generate", PROMPT, *model, "-n", 8, "--min-new-tokens", 9)
+    assert "prompt 0 is empty" in fails("generate", "", *model)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    assert fails("generate", PROMPT, "--model", tmp_path).startswith(f"{tmp_path} has no tokenizer.json")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert fails("generate", *model) == "no prompt: give one as an argument, or pipe it in"
