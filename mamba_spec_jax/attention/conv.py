@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Rows
+from mamba_spec_jax.attention.arithmetic import rounded
 
 
 def causal_conv1d(
@@ -20,7 +21,7 @@ def causal_conv1d(
     T = inputs.shape[1]
     history = jnp.concatenate([window, inputs], axis=1).astype(jnp.float32)
     weight = weight.astype(jnp.float32)
-    total = sum(history[:, tap : tap + T] * weight[tap] for tap in range(weight.shape[0]))
+    total = sum(rounded(history[:, tap : tap + T] * weight[tap]) for tap in range(weight.shape[0]))
     if bias is not None:
         total = total + bias.astype(jnp.float32)
     return jax.nn.silu(total)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Rows
 from mamba_spec_jax.attention import ssd
+from mamba_spec_jax.attention.arithmetic import fenced
 from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.attention.conv import advance_window, causal_conv1d
 from mamba_spec_jax.cache.pools import MambaPool, PoolSpec, slot_index
@@ -131,7 +132,7 @@ class Mamba2:
         # Rounded as the pool will hold them, so that a token sees the same neighbours inside a window and across two.
         conv_inputs = inputs.xBC.astype(pool.conv.dtype)
         ssm_inputs = self._ssm_inputs(window, conv_inputs, inputs, batch)
-        A = -jnp.exp(inputs.weights.A_log.astype(jnp.float32))
+        A = fenced(-jnp.exp(inputs.weights.A_log.astype(jnp.float32)))
         D = inputs.weights.D.astype(jnp.float32)
 
         if record is None:
@@ -182,11 +183,12 @@ class Mamba2:
     ) -> ssd.SSMInputs:
         weights = inputs.weights
         B, T, _ = conv_inputs.shape
-        mixed = causal_conv1d(window, conv_inputs, weights.conv_weight, weights.conv_bias).astype(inputs.xBC.dtype)
+        mixed = fenced(causal_conv1d(window, conv_inputs, weights.conv_weight, weights.conv_bias))
+        mixed = mixed.astype(inputs.xBC.dtype)
         inner = self.heads * self.head_dim
         x, b, c = jnp.split(mixed, [inner, inner + self.groups * self.state], axis=-1)
         dt = jax.nn.softplus(inputs.dt.astype(jnp.float32) + weights.dt_bias.astype(jnp.float32))
-        dt = jnp.where(batch.is_real[..., None], jnp.clip(dt, *self.dt_limits), 0)
+        dt = fenced(jnp.where(batch.is_real[..., None], jnp.clip(dt, *self.dt_limits), 0))
         return ssd.SSMInputs(
             x=x.reshape(B, T, self.heads, self.head_dim),
             dt=dt,

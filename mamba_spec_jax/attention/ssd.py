@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Rows, SSMStates
+from mamba_spec_jax.attention.arithmetic import fenced, rounded
 
 _EXACT = jax.lax.Precision.HIGHEST  # a GPU would otherwise compute float32 products in TF32
 
@@ -32,16 +33,33 @@ class SSMInputs:
     C: Float[Array, "B T G N"]
 
 
-def _state_step(h: Array, x: Array, dt: Array, A: Array, B: Array) -> Array:
-    """One token: `h [B, H, P, N]` in its storage dtype, the result in float32."""
-    per_head = h.shape[1] // B.shape[1]
-    B = jnp.repeat(B, per_head, axis=1)
-    decay = jnp.exp(dt * A)
-    return h.astype(jnp.float32) * decay[..., None, None] + (dt[..., None] * x)[..., None] * B[:, :, None, :]
+def _state_step(h: Array, token: SSMInputs, decay: Array) -> Array:
+    """One token (no T axis): `h [B, H, P, N]` in its storage dtype, `decay [B, H]`; the result in float32."""
+    injected = (token.dt[..., None] * token.x)[..., None] * _per_head(token.B, h.shape[1])[:, :, None, :]
+    return rounded(h.astype(jnp.float32) * decay[..., None, None]) + rounded(injected)
 
 
-def _time_major(inputs: SSMInputs) -> SSMInputs:
-    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf.astype(jnp.float32), 1, 0), inputs)
+def _contract(h: Array, C: Array) -> Array:
+    """`h_t C_t [B, H, P]`, with bits that depend neither on T nor on a row's place in the batch.
+
+    A product, because XLA on a CPU sums the innermost axis of anything else one element at a time. A matrix-vector
+    product adds in an order that depends on how its rows are aligned, hence operands in buffers of their own (the
+    fence) and N padded to whole cache lines, which real models' N is already.
+    """
+    padding = -h.shape[-1] % 16
+    h, C = (jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 1) + [(0, padding)]) for leaf in (h, C))
+    return jnp.einsum("bhpn,bhn->bhp", fenced(h), fenced(C), precision=_EXACT)
+
+
+def _per_head(grouped: Array, heads: int) -> Array:
+    """`[B, G, N]` to `[B, H, N]`."""
+    return jnp.repeat(grouped, heads // grouped.shape[1], axis=1)
+
+
+def _tokens(inputs: SSMInputs, A: Array) -> tuple[SSMInputs, Array, Array]:
+    """What a scan over tokens reads: inputs and decays, time first, and each token's index."""
+    inputs = jax.tree.map(lambda leaf: jnp.moveaxis(leaf.astype(jnp.float32), 1, 0), inputs)
+    return inputs, fenced(jnp.exp(inputs.dt * A)), jnp.arange(inputs.x.shape[0])
 
 
 def step_scan(
@@ -59,32 +77,29 @@ def step_scan(
     the scan into `snapshots`, which saves copying all of them; None keeps none.
     """
 
-    def step(carry, token_and_index):
+    def step(carry, per_token):
         h, snapshots = carry
-        token, t = token_and_index
-        h_new = _state_step(h, token.x, token.dt, A, token.B)
-        C = jnp.repeat(token.C, h.shape[1] // token.C.shape[1], axis=1)
-        # A product, not a sum of products: on a CPU, XLA reduces the innermost axis one element at a time.
-        y = jnp.einsum("bhpn,bhn->bhp", h_new, C, precision=_EXACT) + D[:, None] * token.x
+        token, decay, t = per_token
+        h_new = _state_step(h, token, decay)
+        y = _contract(h_new, _per_head(token.C, h.shape[1])) + rounded(D[:, None] * token.x)
         h_new = h_new.astype(h.dtype)
         if snapshots is not None:
             snapshots = snapshots.at[index, :, t].set(h_new)
         return (h_new, snapshots), y
 
-    (_, snapshots), y = jax.lax.scan(step, (h0, snapshots), (_time_major(inputs), jnp.arange(inputs.x.shape[1])))
+    (_, snapshots), y = jax.lax.scan(step, (h0, snapshots), _tokens(inputs, A))
     return jnp.moveaxis(y, 0, 1), snapshots
 
 
 def fold(h0: SSMStates, inputs: SSMInputs, A: Float[Array, "H"], num_tokens: Rows) -> SSMStates:
     """The state after each row's first `num_tokens[b]` tokens, with the bits of `step_scan`."""
 
-    def step(h, token_and_index):
-        token, index = token_and_index
-        h_new = _state_step(h, token.x, token.dt, A, token.B).astype(h.dtype)
-        return jnp.where((index < num_tokens)[:, None, None, None], h_new, h), None
+    def step(h, per_token):
+        token, decay, t = per_token
+        h_new = _state_step(h, token, decay).astype(h.dtype)
+        return jnp.where((t < num_tokens)[:, None, None, None], h_new, h), None
 
-    steps = jnp.arange(inputs.x.shape[1])
-    h, _ = jax.lax.scan(step, h0, (_time_major(inputs), steps))
+    h, _ = jax.lax.scan(step, h0, _tokens(inputs, A))
     return h
 
 

@@ -266,7 +266,7 @@ def _append(buffer: Array, lengths: Rows, window: Array, counts: Rows) -> Array:
 def _count(statistics: Statistics, draft: Draft, accept_lens: Rows, active: RowFlags) -> Statistics:
     lengths = jnp.arange(1, statistics.histogram.shape[1] + 1)
     return Statistics(
-        passes=statistics.passes + active,
+        passes=statistics.passes + active.astype(jnp.int32),
         drafted=statistics.drafted + jnp.where(active, draft.lengths, 0),
-        histogram=statistics.histogram + (accept_lens[:, None] == lengths),
+        histogram=statistics.histogram + (accept_lens[:, None] == lengths).astype(jnp.int32),
     )
