@@ -103,9 +103,10 @@ def _shards(folder: Path) -> Iterator[Path]:
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         found = f", only {', '.join(pickles)}: pickled weights can run code and are not read" if pickles else ""
         raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}{found}")
-    weight_map = read_json(folder / _INDEX).get("weight_map") or {}
-    if not weight_map:
-        raise ValueError(f"{folder / _INDEX} has no weight_map")
+    index = read_json(folder / _INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{folder / _INDEX} has no weight_map of weights to file names")
     for name in sorted(set(weight_map.values())):
         if name != Path(name).name:
             raise ValueError(f"{folder / _INDEX} names {name}, expected a file beside it")

@@ -178,7 +178,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    cast = np.ascontiguousarray(value, dtype)
+    with np.errstate(over="ignore"):  # refused below, by name
+        cast = np.ascontiguousarray(value, dtype)
     if jnp.finfo(dtype).max < jnp.finfo(value.dtype).max and not np.isfinite(cast).all():
         raise ValueError(f"{name} has values that {dtype} cannot hold: choose a policy with wider params")
     return cast

@@ -1,0 +1,73 @@
+"""Routed experts against a loop over tokens and experts in float64, and the dense MLP they share their form with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mamba_spec_jax.layers.mlp import GatedMLP, SparseMoE
+
+SIZE, INTERMEDIATE = 5, 7
+
+
+def make_moe(experts: int, top_k: int) -> SparseMoE:
+    return SparseMoE(
+        SIZE, INTERMEDIATE, experts, top_k, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(experts)
+    )
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def moe_by_loops(moe: SparseMoE, x: np.ndarray) -> np.ndarray:
+    router, gate_up, down = (
+        np.asarray(weight[...], np.float64) for weight in (moe.router.kernel, moe.gate_up_proj, moe.down_proj)
+    )
+    output = np.zeros_like(x, np.float64)
+    for index in np.ndindex(x.shape[:-1]):
+        token = x[index].astype(np.float64)
+        logits = token @ router
+        chosen = np.argsort(-logits)[: moe.top_k]
+        weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+        for weight, expert in zip(weights, chosen, strict=True):
+            gate, up = np.split(token @ gate_up[expert], 2)
+            output[index] += weight * ((silu(gate) * up) @ down[expert])
+    return output
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (3, 3), (6, 1), (1, 1)])
+def test_experts(experts, top_k):
+    moe = make_moe(experts, top_k)
+    x = np.random.default_rng(experts).normal(size=(2, 4, SIZE)).astype(np.float32)
+    np.testing.assert_allclose(moe(jnp.asarray(x)), moe_by_loops(moe, x), rtol=1e-5, atol=1e-6)
+
+
+def test_everybody_may_choose_the_same_expert():
+    moe = make_moe(4, 1)
+    moe.router.kernel[...] = jnp.zeros((SIZE, 4)).at[:, 2].set(1.0)
+    x = np.random.default_rng(0).uniform(1, 2, (3, 2, SIZE)).astype(np.float32)
+    expected = moe_by_loops(moe, x)
+    moe.gate_up_proj[...] = moe.gate_up_proj[...].at[jnp.array([0, 1, 3])].set(1e6)
+    np.testing.assert_allclose(moe(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_gets_the_same_bits_among_any_others():
+    moe = make_moe(4, 2)
+    x = jax.random.normal(jax.random.key(0), (1, 6, SIZE))
+    order = jnp.array([3, 0, 5, 1, 4, 2])
+    np.testing.assert_array_equal(moe(x)[:, order], moe(x[:, order]))
+
+
+def test_top_k_beyond_the_experts():
+    with pytest.raises(ValueError, match=r"SparseMoE routes to top_k=4 of 3 experts, expected 1\.\.3"):
+        make_moe(3, 4)
+
+
+def test_dense():
+    mlp = GatedMLP(SIZE, INTERMEDIATE, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(2, 3, SIZE)).astype(np.float32)
+    gate, up = np.split(x @ np.asarray(mlp.input_linear.kernel[...]), 2, axis=-1)
+    expected = (silu(gate) * up) @ np.asarray(mlp.output_linear.kernel[...])
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,298 @@
+"""Loading: the ways a checkpoint may lie on disk give the same model, and what is wrong with one is named."""
+
+import json
+import re
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+
+from mamba_spec_jax.cache import memory
+from mamba_spec_jax.models import checkpoint
+from mamba_spec_jax.models.loading import load
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
+from tests.mamba_spec_jax.models.checkpoints import CONFIG, random_weights, write
+
+WEIGHTS = random_weights(CONFIG)
+TIED = CONFIG | {"tie_word_embeddings": True}
+EXPERTS = "model.layers.0.block_sparse_moe.experts.gate_up_proj"
+
+
+def refused(folder: Path, message: str):
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def assert_same_params(ours, theirs):
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write(tmp_path / "model", CONFIG, WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return load(write(tmp_path_factory.mktemp("reference"), CONFIG, WEIGHTS))
+
+
+# What is loaded
+
+
+def test_params_are_those_of_the_model(reference):
+    expected = jax.eval_shape(lambda: reference.model.init_params(0))
+    assert jax.tree.structure(reference.params) == jax.tree.structure(expected)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_equal(ours.shape, theirs.shape), reference.params, expected)
+    layer = reference.params["layers"][0]
+    np.testing.assert_array_equal(
+        layer["mixer"]["in_proj"]["kernel"][...], WEIGHTS["model.layers.0.mamba.in_proj.weight"].T
+    )
+    conv = WEIGHTS["model.layers.0.mamba.conv1d.weight"]
+    for tap in range(conv.shape[2]):
+        np.testing.assert_array_equal(layer["mixer"]["conv_weight"][tap], conv[:, 0, tap])
+    np.testing.assert_array_equal(layer["moe"]["gate_up_proj"][1], WEIGHTS[EXPERTS][1].T)
+
+
+def test_choices_reach_the_model(folder):
+    loaded = load(
+        folder,
+        policy=DTypePolicy.bfloat16(),
+        speculative_mode=SpeculativeMode.PREFILL,
+        strategy=CommitStrategy.REPLAY,
+        hidden_layers=(1,),
+        implementation="xla",
+        device=jax.devices()[0],
+    )
+    assert loaded.model.policy == DTypePolicy.bfloat16()
+    assert loaded.model.backend.speculative_mode is SpeculativeMode.PREFILL
+    assert loaded.model.hidden_layers == (1,)
+    assert loaded.model.backend.decode.linear.strategy is CommitStrategy.REPLAY
+    assert loaded.model.backend.decode.linear.implementation == "xla"
+    assert loaded.folder == folder
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
+def test_weights_are_cast_to_the_policy(tmp_path, dtype):
+    stored = {name: value.astype(dtype) for name, value in WEIGHTS.items()}
+    loaded = load(write(tmp_path / "model", CONFIG, stored))
+    kernel = loaded.params["lm_head"]["kernel"][...]
+    assert kernel.dtype == jnp.float32
+    np.testing.assert_array_equal(kernel, stored["lm_head.weight"].astype(np.float32).T)
+
+
+def test_shards_give_the_same_model(tmp_path, reference):
+    assert_same_params(load(write(tmp_path / "model", CONFIG, WEIGHTS, shards=3)).params, reference.params)
+
+
+def test_older_names_give_the_same_model(tmp_path, reference):
+    older = {
+        "experts.gate_up_proj": "input_linear.weight",
+        "experts.down_proj": "output_linear.weight",
+        "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+    }
+    renamed = {}
+    for name, value in WEIGHTS.items():
+        for new, old in older.items():
+            name = name.replace(new, old)
+        renamed[name] = value
+    assert len(set(renamed) - set(WEIGHTS)) == 2 * len(older)
+    assert_same_params(load(write(tmp_path / "model", CONFIG, renamed)).params, reference.params)
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
+    weights = random_weights(TIED)
+    assert "lm_head.weight" not in weights
+    plain = load(write(tmp_path / "plain", TIED, weights))
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"]}
+    assert_same_params(load(write(tmp_path / "copy", TIED, weights | head)).params, plain.params)
+    other = {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}
+    folder = write(tmp_path / "other", TIED, weights | other)
+    refused(folder, r"config\.json says that lm_head\.weight is model\.embed_tokens\.weight, but they differ")
+
+
+def test_generation_config_says_where_a_text_ends(folder, reference):
+    assert reference.model.config.eos_token_ids == (3, 5)
+    generation = folder / "generation_config.json"
+    generation.write_text("{}")
+    assert load(folder).model.config.eos_token_ids == (3, 5)
+    generation.write_text('{"eos_token_id": 7}')
+    assert load(folder).model.config.eos_token_ids == (7,)
+    generation.write_text('{"eos_token_id": "x"}')
+    refused(folder, r"generation_config\.json: eos_token_id is 'x', expected a token id or a list of them")
+
+
+def test_tokenizer(folder, reference):
+    assert reference.tokenizer is None
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    assert load(folder).tokenizer.encode("b").ids == [1]
+    (folder / "tokenizer.json").write_text("{}")
+    refused(folder, r"tokenizer\.json is not a tokenizer: ")
+
+
+def test_progress_bar(folder, capsys):
+    load(folder)
+    assert capsys.readouterr().out == ""
+    load(folder, progress=True)
+    assert "Loading weights" in capsys.readouterr().out
+
+
+# Where it is found
+
+
+def test_a_hub_id_downloads_json_and_safetensors_only(folder, reference, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name, **options):
+        asked.update(options, name=name)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    loaded = load("somebody/model", revision="v1", local_files_only=True)
+    assert_same_params(loaded.params, reference.params)
+    patterns = asked.pop("allow_patterns")
+    assert asked == {"name": "somebody/model", "revision": "v1", "local_files_only": True}
+    assert all(pattern.endswith((".json", ".safetensors")) for pattern in patterns)
+
+
+def test_what_cannot_be_found(tmp_path, monkeypatch):
+    refused(tmp_path / "absent", "absent is not a folder")
+    with pytest.raises(ValueError, match=r"^\./absent is not a folder$"):
+        load("./absent")
+    with pytest.raises(ValueError, match="not an id!! is neither a folder nor a hub id"):
+        load("not an id!!")
+
+    def snapshot_download(name, **options):
+        raise LocalEntryNotFoundError("no such thing here\nand a long explanation")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match=r"^somebody/model is not a folder, .* did not give it: no such thing here$"):
+        load("somebody/model")
+
+
+# What is wrong with it
+
+
+def test_weights_that_do_not_fit_are_named_together(tmp_path):
+    weights = dict(WEIGHTS)
+    del weights["model.norm.weight"], weights["model.layers.1.self_attn.q_proj.weight"]
+    weights["model.layers.2.extra"] = np.zeros(3, np.float32)
+    weights["model.layers.0.mamba.conv1d.weight"] = np.zeros((26, 1, 4), np.float32)
+    refused(
+        write(tmp_path / "model", CONFIG, weights),
+        re.escape(
+            "do not fit its config.json: "
+            "2 missing: model.layers.1.self_attn.q_proj.weight, model.norm.weight; "
+            "1 surplus: model.layers.2.extra; "
+            "1 misshapen: model.layers.0.mamba.conv1d.weight is [26, 1, 4], expected [26, 1, 3]"
+        )
+        + "$",
+    )
+
+
+def test_long_lists_are_counted(tmp_path):
+    weights = {name: value for name, value in WEIGHTS.items() if "layers.1." not in name}
+    assert len(WEIGHTS) - len(weights) == 11
+    refused(write(tmp_path / "model", CONFIG, weights), r"11 missing: (model\.layers\.1\.\S+, ){3}\S+ and 7 more$")
+
+
+def test_one_weight_under_two_names(tmp_path):
+    older = {"model.layers.0.block_sparse_moe.input_linear.weight": WEIGHTS[EXPERTS]}
+    message = "has one weight under two names: .*(experts.gate_up_proj and .*input_linear|input_linear.* and .*experts)"
+    refused(write(tmp_path / "model", CONFIG, WEIGHTS | older), message)
+
+
+def test_one_weight_in_two_files(tmp_path):
+    folder = write(tmp_path / "model", CONFIG, WEIGHTS, shards=2)
+    save_file(WEIGHTS, folder / "model-00002-of-00002.safetensors")
+    refused(folder, r"model-00002-of-00002\.safetensors: \S+ is in another file too")
+
+
+def test_shapes_are_checked_before_any_weight_is_read(tmp_path, monkeypatch):
+    folder = write(tmp_path / "model", CONFIG, WEIGHTS | {"extra": np.zeros(1, np.float32)})
+    monkeypatch.setattr(checkpoint.WeightFiles, "read", None)
+    refused(folder, "1 surplus: extra")
+
+
+def test_integer_weights(tmp_path):
+    weights = WEIGHTS | {"lm_head.weight": np.zeros((13, 8), np.int8)}
+    refused(write(tmp_path / "model", CONFIG, weights), r"lm_head\.weight is I8, expected one of F64, F32, F16, BF16")
+
+
+def test_values_that_float16_cannot_hold(tmp_path):
+    weights = WEIGHTS | {"model.norm.weight": np.full(8, 1e5, np.float32)}
+    folder = write(tmp_path / "model", CONFIG, weights)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has values that float16 cannot hold"):
+        load(folder, policy=DTypePolicy.float16())
+    load(folder)
+
+
+def test_quantized_checkpoints(tmp_path):
+    config = CONFIG | {"quantization_config": {"quant_method": "fp8"}}
+    refused(
+        write(tmp_path / "model", config, WEIGHTS), r"is quantized \(fp8\), expected .* plain floating-point weights"
+    )
+
+
+def test_config_file(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIG | {"attention_multiplier": float("nan")}))
+    refused(folder, r"model/config\.json: attention_multiplier is nan, expected a finite number")
+    path.write_text(json.dumps(CONFIG | {"model_type": "gpt2"}))
+    refused(folder, r"model/config\.json: model_type is 'gpt2', expected one of granitemoehybrid")
+    path.write_text("{")
+    refused(folder, r"config\.json is not JSON: ")
+    path.unlink()
+    refused(folder, r"model has no config\.json")
+
+
+def test_more_experts_a_token_than_there_are(tmp_path):
+    folder = write(tmp_path / "model", CONFIG | {"num_experts_per_tok": 4}, WEIGHTS)
+    refused(folder, r"routes to top_k=4 of 3 experts, expected 1\.\.3")
+
+
+@pytest.mark.parametrize("size", [0, 20, -1])
+def test_truncated_weights(folder, size):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    refused(folder, r"model\.safetensors is not a complete safetensors file: ")
+
+
+def test_a_pointer_instead_of_weights(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    refused(folder, r"model\.safetensors is not a complete safetensors file: ")
+
+
+def test_index(tmp_path):
+    folder = write(tmp_path / "model", CONFIG, WEIGHTS, shards=2)
+    index = folder / "model.safetensors.index.json"
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    refused(folder, r"index\.json names model-00002-of-00002\.safetensors, which does not exist")
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    refused(folder, r"index\.json names \.\./elsewhere\.safetensors, expected a file beside it")
+    for text in ("{}", "[]", '{"weight_map": {"a": 1}}'):
+        index.write_text(text)
+        refused(folder, r"index\.json has no weight_map")
+
+
+def test_folders_without_safetensors(folder):
+    (folder / "model.safetensors").unlink()
+    refused(folder, r"model has neither model\.safetensors nor model\.safetensors\.index\.json$")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    refused(folder, r"only pytorch_model\.bin: pickled weights can run code and are not read")
+
+
+def test_weights_that_cannot_fit_are_not_read(folder, monkeypatch):
+    monkeypatch.setattr(memory, "device_bytes", lambda: 1000)
+    monkeypatch.setattr(checkpoint.WeightFiles, "read", None)
+    with pytest.raises(MemoryError, match=r"model needs .* KiB \(weights .* KiB\), but the device has 1000 B"):
+        load(folder)
