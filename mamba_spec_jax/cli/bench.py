@@ -32,7 +32,7 @@ from mamba_spec_jax.cli.prompts import PromptKind
 from mamba_spec_jax.cli.runtime import describe, open_model
 from pallas_kernels.dispatch import target
 
-_DRAFTS: list[Any] = ["8", "auto"]
+_DRAFTS: list[Any] = ["4", "8", "auto"]
 _TEMPERATURES = [0.0, 0.7]
 _PROMPTS = list(PromptKind)
 

@@ -36,13 +36,13 @@ _NOTES = (
     "tokens a pass: emitted per pass of the model, the bonus token included.",
     "cost ratio: time of a step that verifies over that of a plain step.",
     "same tokens: every row equals plain decoding, token for token.",
-    "So small a model repeats itself when greedy, which drafts easily: temperature 0.7 says more.",
 )
+_BUNDLED_NOTE = "When greedy, so small a model repeats itself, which is easily drafted."
 
 
 def demo(
     model: ModelOption = str(BUNDLED),
-    drafts: DraftsOption = "8",
+    drafts: DraftsOption = "4",
     max_new_tokens: MaxNewOption = 128,
     batch: BatchesOption = BATCHES,
     repeats: RepeatsOption = 2,
@@ -56,7 +56,8 @@ def demo(
     console = Console()
     with Console(stderr=True).status("Loading the model") as status:
         loaded, tokenizer = open_model(model, dtype)
-        console.print(_heading(loaded, model, drafts, max_new_tokens))
+        subtitle = f"{_model_line(loaded)}\n{_run_line(loaded, drafts, max_new_tokens)}"
+        console.print(Text.assemble((title_of(model), "bold"), f"\n{subtitle}\n"))
         bench = Bench(loaded, tokenizer, max_new=max_new_tokens, repeats=repeats, seed=seed)
         comparisons: list[Comparison] = []
         for size, temperature, kind in itertools.product(batch, (0.0, _TEMPERATURE), PromptKind):
@@ -69,20 +70,24 @@ def demo(
             console.print(text_table(comparison, demo_prompts(scenario.kind, 1)[0], tokenizer))
     console.print(speed_table(comparisons))
     console.print(differences(comparisons))
-    console.print(Text("\n".join(_NOTES), style="dim"), end="\n\n")
+    notes = (*_NOTES, _BUNDLED_NOTE) if model == str(BUNDLED) else _NOTES
+    console.print(Text("\n".join(notes), style="dim"), end="\n\n")
     console.print(histogram_table(comparisons))
     if plot is not None:
-        save_plot(comparisons, plot)
+        save_plot(comparisons, plot, f"{title_of(model)}: {subtitle}")
         console.print(f"Picture: {plot}", highlight=False)
 
 
-def _heading(loaded: LoadedModel, name: str, drafts: int | str, max_new: int) -> Text:
+def _model_line(loaded: LoadedModel) -> str:
     config = loaded.model.config
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(loaded.params))
     attention = len(config.attention_layers)
-    return Text.assemble(
-        (f"{title_of(name)}\n", "bold"),
+    return (
         f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.layer_types) - attention} Mamba-2 and "
-        f"{attention} attention layers, {loaded.model.policy.activations}, on {describe(target())}\n",
-        f"drafts by prompt lookup ({drafts} a step), {max_new} tokens a row\n",
+        f"{attention} attention layers"
     )
+
+
+def _run_line(loaded: LoadedModel, drafts: int | str, max_new: int) -> str:
+    policy, device = loaded.model.policy, describe(target())
+    return f"{policy.activations} on {device}; {max_new} tokens a row; prompt lookup drafts {drafts} a step"

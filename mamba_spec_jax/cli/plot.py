@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from mamba_spec_jax.cli.measure import Comparison
+from mamba_spec_jax.cli.prompts import PromptKind
 from mamba_spec_jax.cli.tables import decoding
 
-_INK, _GRID, _PLAIN = "#222222", "#dddddd", "#b8bcc4"
-_COLOURS = {"free": "#4c78a8", "edit": "#e39a3b", "repeat": "#4f9a6b"}
+_INK, _GRID = "#222222", "#e2e2e2"
+_COLOURS = {PromptKind.FREE: "#4c78a8", PromptKind.EDIT: "#e39a3b", PromptKind.REPEAT: "#4f9a6b"}
 
 
 def require_drawable(path: Path) -> None:
@@ -26,57 +27,60 @@ def require_drawable(path: Path) -> None:
         raise ValueError(f"--plot {path} cannot be written: {path.parent} is not a folder")
 
 
-def save_plot(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Draws the comparisons into `path`, whose suffix names the format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # optional, and slow to import
-    from matplotlib.figure import Figure
+def save_plot(comparisons: Sequence[Comparison], path: Path, subtitle: str) -> None:
+    """Draws the comparisons into `path`, whose suffix names the format: a column a way of decoding and batch."""
+    from matplotlib.figure import Figure  # optional, and slow to import
 
-    settings = sorted({(c.scenario.temperature, c.scenario.batch) for c in comparisons})
-    figure = Figure(figsize=(3.3 * max(len(settings), 2), 6.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, len(settings), squeeze=False, sharey="row")
-    for column, (temperature, batch) in enumerate(settings):
-        group = [c for c in comparisons if (c.scenario.temperature, c.scenario.batch) == (temperature, batch)]
-        axes[0, column].set_title(f"{decoding(group[0].scenario)}, batch {batch}", color=_INK)
+    columns: dict[tuple[int, float], list[Comparison]] = {}
+    for comparison in comparisons:
+        columns.setdefault((comparison.scenario.batch, comparison.scenario.temperature), []).append(comparison)
+    figure = Figure(figsize=(1.2 + 3 * max(len(columns), 2), 6.4), layout="constrained")
+    axes = figure.subplots(2, len(columns), squeeze=False, sharey="row")
+    for column, ((batch, _), group) in enumerate(columns.items()):
+        axes[0, column].set_title(f"batch {batch}, {decoding(group[0].scenario)}", fontsize=11, color=_INK)
         _draw_histograms(axes[0, column], group)
         _draw_speeds(axes[1, column], group)
-    axes[0, 0].set_ylabel("share of passes")
-    axes[1, 0].set_ylabel("tokens a second, of plain decoding's")
-    axes[0, 0].legend(frameon=False, title="prompt")
-    figure.suptitle("Speculative against plain decoding", fontsize=14, color=_INK)
+    axes[0, 0].set_ylabel("% of passes")
+    axes[1, 0].set_ylabel("tokens/s, plain decoding = 1")
+    axes[0, 0].legend(title="prompt", frameon=False, loc="upper center")
+    figure.suptitle(f"Speculative against plain decoding\n{subtitle}", fontsize=11, color=_INK)
     figure.savefig(path, dpi=150)
 
 
 def _draw_histograms(axis: Any, group: Sequence[Comparison]) -> None:
-    """Grouped bars: the share of passes that emitted 1, 2, ... tokens, the mean in the legend."""
+    """Grouped bars: how often a pass emitted 1, 2, ... tokens."""
     width = 0.8 / len(group)
     for index, comparison in enumerate(group):
         counts = comparison.speculative.histogram
-        positions = [tokens + (index - (len(group) - 1) / 2) * width for tokens in range(1, len(counts) + 1)]
-        shares = [count / max(sum(counts), 1) for count in counts]
-        kind = comparison.scenario.kind.value
-        axis.bar(positions, shares, width, color=_COLOURS[kind], label=kind)
+        places = [tokens + (index - (len(group) - 1) / 2) * width for tokens in range(1, len(counts) + 1)]
+        shares = [100 * count / max(sum(counts), 1) for count in counts]
+        kind = comparison.scenario.kind
+        axis.bar(places, shares, width, color=_COLOURS[kind], label=kind.value)
     axis.set_xlabel("tokens emitted by a pass")
     axis.set_xticks(range(1, len(group[0].speculative.histogram) + 1))
     _clean(axis)
 
 
 def _draw_speeds(axis: Any, group: Sequence[Comparison]) -> None:
-    """One bar a prompt kind against plain decoding's line at 1, with what the bar is made of written on it."""
+    """A bar a prompt kind, against plain decoding's line at 1; inside it stands what the speed is made of."""
+    axis.axhline(1, color=_INK, linewidth=1, linestyle="--", zorder=0)
     for index, comparison in enumerate(group):
-        axis.bar(index, comparison.speedup, 0.6, color=_COLOURS[comparison.scenario.kind.value])
-        axis.annotate(
-            f"{comparison.speedup:.2f}x\n{comparison.speculative.mean_acceptance_length:.1f} a pass",
-            (index, comparison.speedup), ha="center", va="bottom", fontsize=8, color=_INK,
-            xytext=(0, 2), textcoords="offset points",
-        )  # fmt: skip
-    axis.axhline(1, color=_INK, linewidth=1, linestyle="--")
+        axis.bar(index, comparison.speedup, 0.7, color=_COLOURS[comparison.scenario.kind])
+        parts = f"{comparison.speculative.mean_acceptance_length:.1f} tokens\n/ {comparison.cost_ratio:.1f} cost"
+        _write(axis, (index, 0), parts, color="white", fontsize=8)
+        plate = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        _write(axis, (index, comparison.speedup), f"{comparison.speedup:.2f}x", color=_INK, fontsize=9, bbox=plate)
     axis.set_xticks(range(len(group)), [comparison.scenario.kind.value for comparison in group])
-    axis.margins(y=0.2)
+    axis.margins(y=0.15)
     _clean(axis)
+
+
+def _write(axis: Any, place: tuple[float, float], text: str, **style: Any) -> None:
+    """Text just above a place."""
+    axis.annotate(text, place, xytext=(0, 4), textcoords="offset points", ha="center", va="bottom", **style)
 
 
 def _clean(axis: Any) -> None:
     axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="y", color=_GRID, linewidth=0.6)
+    axis.grid(axis="y", color=_GRID, linewidth=0.7)
     axis.set_axisbelow(True)

@@ -80,8 +80,8 @@ def text_table(comparison: Comparison, prompt: str, tokenizer: Tokenizer, lines:
 
 
 def decoding(scenario: Scenario) -> str:
-    """`greedy` or `T = 0.7`."""
-    return f"T = {scenario.temperature:g}" if scenario.temperature else "greedy"
+    """`greedy` or `temp 0.7`."""
+    return f"temp {scenario.temperature:g}" if scenario.temperature else "greedy"
 
 
 def differences(comparisons: Sequence[Comparison]) -> RenderableType:

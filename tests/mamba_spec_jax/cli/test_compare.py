@@ -54,11 +54,11 @@ def test_tables_fit_into_80_columns():
     speeds = printed(speed_table(comparisons)).splitlines()
     rows = [line.split() for line in speeds if line.lstrip().startswith("edit")]
     assert rows == [
-        ["edit", "2", "T", "=", "0.7", "2.00", "1.00", "2", "3", "1.50x", "yes"],
-        ["edit", "2", "T", "=", "0.7", "2.00", "2.00", "2", "3", "1.50x", "1/2"],
+        ["edit", "2", "temp", "0.7", "2.00", "1.00", "2", "3", "1.50x", "yes"],
+        ["edit", "2", "temp", "0.7", "2.00", "2.00", "2", "3", "1.50x", "1/2"],
     ]
     shares = printed(histogram_table(comparisons)).splitlines()
-    assert [line.split()[5:] for line in shares if line.lstrip().startswith("edit")] == [["33", "33", "33"]] * 2
+    assert [line.split()[4:] for line in shares if line.lstrip().startswith("edit")] == [["33", "33", "33"]] * 2
     assert "…" not in "".join(speeds + shares)
 
 
@@ -87,11 +87,11 @@ def test_demo(run, folder, tmp_path):
     picture = tmp_path / "demo.png"
     out, err = run("demo", "--model", folder, "--plot", picture, *SMALL)
     assert err == ""
-    assert "granitemoehybrid, 0.01 M parameters: 1 Mamba-2 and 1 attention layers, float32, on CPU" in out
-    assert "drafts by prompt lookup (3 a step), 8 tokens a row" in out
+    assert "granitemoehybrid, 0.01 M parameters: 1 Mamba-2 and 1 attention layers\n" in out
+    assert "float32 on CPU; 8 tokens a row; prompt lookup drafts 3 a step\n" in out
     rows = [line.split() for line in out.splitlines() if line.rstrip().endswith(" yes")]
     assert [(row[0], row[1], row[2]) for row in rows] == [
-        (kind.value, "2", how) for how in ("greedy", "T") for kind in PromptKind
+        (kind.value, "2", how) for how in ("greedy", "temp") for kind in PromptKind
     ]
     assert "differs from token" not in out
     assert out.count("plain and speculative, the same tokens") == len(PromptKind)
