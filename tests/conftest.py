@@ -1,0 +1,14 @@
+"""Settings of every test run: one CPU, the same examples every time, no implicit promotion between dtypes."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+
+# Deterministic, and no deadline: an example's first run compiles.
+hypothesis.settings.register_profile("tests", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("tests")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")

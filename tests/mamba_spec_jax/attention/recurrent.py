@@ -1,0 +1,164 @@
+"""A recurrent backend fed with projected inputs, and what decoding token by token makes of them.
+
+The pools start as NaNs with a payload of their own, so that a test sees every byte that moves.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mamba_spec_jax.attention.base import ForwardBatch
+from mamba_spec_jax.attention.full import FullAttention
+from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
+from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs, Mamba2Weights
+from mamba_spec_jax.cache.pools import HybridCache, MambaPool, PoolSpec, advance_lengths
+from mamba_spec_jax.cache.slots import reset_slots
+from mamba_spec_jax.modes import CommitStrategy, ForwardMode, SpeculativeMode
+
+LAYERS = 2
+SLOTS = 11
+# Quiet NaNs with a payload: any arithmetic on them, or any copy between slots, would show.
+POISON = {"float32": 0x7FC01234, "bfloat16": 0x7FD3, "float16": 0x7E37}
+BITS = {4: np.uint32, 2: np.uint16}
+
+
+def bits(array) -> np.ndarray:
+    array = np.asarray(array)
+    return array.view(BITS[array.dtype.itemsize])
+
+
+def assert_same_bits(actual, expected, message="") -> None:
+    """Equality of every byte: tells -0 from 0 and one NaN from another."""
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(bits(actual), bits(expected), err_msg=message)
+
+
+def make_backend(
+    strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
+    verify: SpeculativeMode = SpeculativeMode.DECODE,
+    *,
+    heads: int = 3,
+    head_dim: int = 5,
+    state: int = 9,
+    groups: int = 1,
+    conv_width: int = 4,
+    chunk_size: int = 4,
+    dt_limits: tuple[float, float] = (0.0, float("inf")),
+    ssm_dtype="float32",
+    conv_dtype="float32",
+) -> HybridLinearAttnBackend:
+    linear = Mamba2(heads, head_dim, state, groups, conv_width, chunk_size, dt_limits, verify=verify, strategy=strategy)
+    spec = PoolSpec(
+        LAYERS, heads, head_dim, state, conv_width, linear.conv_channels, ssm_dtype=ssm_dtype, conv_dtype=conv_dtype
+    )
+    return HybridLinearAttnBackend(LAYERS, (), FullAttention(1.0), linear, spec)
+
+
+def make_weights(backend: HybridLinearAttnBackend, seed: int = 0, dtype="float32", bias: bool = True):
+    """One `Mamba2Weights` a layer."""
+    rng, linear = np.random.default_rng(seed), backend.linear
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    H, C, W = linear.heads, linear.conv_channels, linear.conv_width
+    return tuple(
+        Mamba2Weights(
+            conv_weight=draw(W, C),
+            conv_bias=draw(C) if bias else None,
+            dt_bias=draw(H),
+            A_log=draw(H),
+            D=draw(H),
+        )
+        for _ in range(LAYERS)
+    )
+
+
+def make_inputs(backend: HybridLinearAttnBackend, rows: int, tokens: int, seed: int = 1, dtype="float32"):
+    """Projected inputs `(xBC [L, B, T, C], dt [L, B, T, H])`."""
+    rng, linear = np.random.default_rng(seed), backend.linear
+    xBC = rng.normal(size=(LAYERS, rows, tokens, linear.conv_channels))
+    dt = rng.normal(size=(LAYERS, rows, tokens, linear.heads))
+    return np.asarray(jnp.asarray(xBC, dtype)), np.asarray(jnp.asarray(dt, dtype))
+
+
+def poisoned_cache(backend: HybridLinearAttnBackend, slots: int = SLOTS) -> HybridCache:
+    cache = HybridCache.create(backend.pool_spec, slots, max_len=64)
+
+    def poison(array):
+        pattern = POISON[str(array.dtype)]
+        return jnp.asarray(np.full(array.shape, pattern, BITS[array.dtype.itemsize]).view(array.dtype))
+
+    lengths = jnp.full_like(cache.lengths, 7)
+    return dataclasses.replace(cache, mamba=jax.tree.map(poison, cache.mamba), lengths=lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("backend", "mode"))
+def forward(backend, mode: ForwardMode, cache, weights, slots, num_tokens, xBC, dt):
+    """One pass over all layers: outputs `[L, B, T, H, P]`, the cache, and the record of a pass that defers state."""
+    batch = ForwardBatch.create(mode, cache, slots, num_tokens, xBC.shape[2])
+    record = backend.init_record(batch, xBC.dtype)
+    outputs = []
+    for layer in range(LAYERS):
+        inputs = Mamba2Inputs(xBC[layer], dt[layer], weights[layer])
+        y, cache, record = backend.forward(layer, inputs, cache, record, batch)
+        outputs.append(y)
+    if record is None:
+        cache = dataclasses.replace(cache, lengths=advance_lengths(cache, batch.slots, batch.num_tokens))
+    return jnp.stack(outputs), cache, record
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def commit(backend, cache, record, steps, track_slots=None, track_steps=None):
+    return backend.update_mamba_state_after_mtp_verify(cache, record, steps, track_slots, track_steps)
+
+
+reset = jax.jit(reset_slots)
+
+
+def admitted(backend, weights, slots, prompt, num_tokens) -> HybridCache:
+    """A poisoned cache in which `slots` were cleared and given a prompt; the others still hold NaNs."""
+    slots = jnp.asarray(slots, jnp.int32)
+    cache = reset(poisoned_cache(backend), slots)
+    num_tokens = jnp.asarray(num_tokens, jnp.int32)
+    return forward(backend, ForwardMode.EXTEND, cache, weights, slots, num_tokens, *prompt)[1]
+
+
+def decode_history(backend, weights, cache, slots, inputs):
+    """Decodes every token of `inputs` on its own.
+
+    Returns:
+        outputs `[L, B, T, H, P]`, and the states and windows after 0..T tokens, `[L, B, T + 1, ...]`.
+    """
+    slots = jnp.asarray(slots, jnp.int32)
+    zeros, ones = jnp.zeros_like(slots), jnp.ones_like(slots)
+    outputs, pools = [], [cache.mamba]
+    for t in range(inputs[0].shape[2]):
+        y, cache, record = forward(
+            backend, ForwardMode.DECODE, cache, weights, slots, ones, *(leaf[:, :, t : t + 1] for leaf in inputs)
+        )
+        cache = commit(backend, cache, record, zeros)
+        outputs.append(y[:, :, 0])
+        pools.append(cache.mamba)
+    states, windows = (
+        np.stack([np.asarray(getattr(pool, name))[:, np.asarray(slots)] for pool in pools], axis=2)
+        for name in ("ssm", "conv")
+    )
+    return np.stack(outputs, axis=2), MambaPool(states, windows)
+
+
+def expected_pool(pool: MambaPool, history: MambaPool, targets) -> MambaPool:
+    """`pool` with `(slot, row, tokens)` of `targets` holding what decoding `tokens` of that row left behind."""
+    ssm, conv = np.array(pool.ssm), np.array(pool.conv)
+    for slot, row, tokens in targets:
+        ssm[:, slot] = history.ssm[:, row, tokens]
+        conv[:, slot] = history.conv[:, row, tokens]
+    return MambaPool(ssm, conv)
+
+
+def assert_same_pool(actual: MambaPool, expected: MambaPool, message="") -> None:
+    assert_same_bits(actual.ssm, expected.ssm, f"ssm {message}")
+    assert_same_bits(actual.conv, expected.conv, f"conv {message}")
