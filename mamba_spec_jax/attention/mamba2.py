@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import flax.struct
 import jax
@@ -143,7 +144,7 @@ class Mamba2:
             )
         else:
             scan = ssd.step_scan if self.verify is SpeculativeMode.DECODE else ssd.window_scan
-            snapshots = record.recurrent if self.strategy is CommitStrategy.SNAPSHOT else None
+            snapshots: Any = record.recurrent if self.strategy is CommitStrategy.SNAPSHOT else None
             y, snapshots = scan(h0, ssm_inputs, A, D, snapshots, index)
             record = self._remember(record, index, conv_inputs, ssm_inputs, A, snapshots)
         return y.astype(inputs.xBC.dtype), pool, record
