@@ -1,13 +1,13 @@
 """The program itself: what it is called with, and how it fails."""
 
 import dataclasses
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from mamba_spec_jax import __version__
 from mamba_spec_jax.cli.bench import bench
 from mamba_spec_jax.cli.demo import demo
 from mamba_spec_jax.cli.doctor import doctor
@@ -39,7 +39,7 @@ class _Settings:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"mamba-spec-jax {importlib.metadata.version('mamba-spec-jax')}")
+        typer.echo(f"mamba-spec-jax {__version__}")
         raise typer.Exit
 
 

@@ -38,7 +38,7 @@ _PROMPTS = list(PromptKind)
 
 
 def bench(
-    model: ModelOption = str(BUNDLED),
+    model: ModelOption = BUNDLED,
     drafts: Annotated[
         list[Any],
         typer.Option("--drafts", "-k", parser=parse_drafts, metavar="N|auto", help="May be given several times."),

@@ -41,7 +41,7 @@ _BUNDLED_NOTE = "When greedy, so small a model repeats itself, which is easily d
 
 
 def demo(
-    model: ModelOption = str(BUNDLED),
+    model: ModelOption = BUNDLED,
     drafts: DraftsOption = "4",
     max_new_tokens: MaxNewOption = 128,
     batch: BatchesOption = BATCHES,
@@ -70,7 +70,7 @@ def demo(
             console.print(text_table(comparison, demo_prompts(scenario.kind, 1)[0], tokenizer))
     console.print(speed_table(comparisons))
     console.print(differences(comparisons))
-    notes = (*_NOTES, _BUNDLED_NOTE) if model == str(BUNDLED) else _NOTES
+    notes = (*_NOTES, _BUNDLED_NOTE) if model == BUNDLED else _NOTES
     console.print(Text("\n".join(notes), style="dim"), end="\n\n")
     console.print(histogram_table(comparisons))
     if plot is not None:

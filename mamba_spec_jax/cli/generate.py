@@ -35,7 +35,7 @@ StopOption = Annotated[
 
 def generate(
     prompt: PromptArgument = None,
-    model: ModelOption = str(BUNDLED),
+    model: ModelOption = BUNDLED,
     max_new_tokens: MaxNewOption = 128,
     min_new_tokens: Annotated[int, typer.Option("--min-new-tokens", min=0, help="Tokens before the text may end.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0, help="0: the likeliest token.")] = 0.0,

@@ -1,15 +1,15 @@
 """The options that several commands share, each spelled once."""
 
 import enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mamba_spec_jax.assets import TINY
 from mamba_spec_jax.cli.prompts import NUM_PROMPTS
 from mamba_spec_jax.modes import CommitStrategy, SpeculativeMode
 
-BUNDLED = Path(__file__).parent.parent / "assets" / "tiny"
+BUNDLED = str(TINY)
 
 
 class Precision(enum.StrEnum):
@@ -37,7 +37,7 @@ class Strategy(enum.StrEnum):
 
 def title_of(model: str) -> str:
     """What to call a --model in what people read."""
-    return "bundled model" if model == str(BUNDLED) else model
+    return "bundled model" if model == BUNDLED else model
 
 
 def parse_drafts(value: str) -> int | str:

@@ -30,7 +30,7 @@ from pallas_kernels.dispatch import target
 
 
 def plan(
-    model: ModelOption = str(BUNDLED),
+    model: ModelOption = BUNDLED,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Rows at once.")] = 1,
     max_len: Annotated[int, typer.Option("--max-len", min=1, help="Tokens a row has room for.")] = 4096,
     drafts: Annotated[int, typer.Option("--drafts", "-k", min=0, help="Tokens drafted a step.")] = 8,

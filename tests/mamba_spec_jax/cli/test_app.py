@@ -1,15 +1,14 @@
 """How the program is called and how it fails: one clear line, never a traceback."""
 
-import importlib.metadata
-
 import jax
 import pytest
 
+from mamba_spec_jax import __version__
 from mamba_spec_jax.cli import main, runtime
 
 
 def test_version(run):
-    assert run("--version") == (f"mamba-spec-jax {importlib.metadata.version('mamba-spec-jax')}\n", "")
+    assert run("--version") == (f"mamba-spec-jax {__version__}\n", "")
 
 
 def test_help_lists_the_commands(run):

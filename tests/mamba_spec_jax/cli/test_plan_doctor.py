@@ -29,6 +29,11 @@ def test_plan_is_plan_memory(run, folder, strategy):
     assert "fits" in out
 
 
+def test_the_bundled_model_is_the_default(run):
+    title, options, *_ = run("plan")[0].splitlines()
+    assert (title.strip(), options.strip()) == ("bundled model", "1 x 4096 tokens, 8 drafts, float32")
+
+
 def test_plan_needs_no_weights(run, fails, folder, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     assert "total" in json.loads(run("plan", "--model", tmp_path, "--json")[0])
