@@ -37,7 +37,7 @@ def moe_by_loops(moe: SparseMoE, x: np.ndarray) -> np.ndarray:
     return output
 
 
-@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (3, 3), (6, 1), (1, 1)])
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (3, 3), (1, 1)])
 def test_experts(experts, top_k):
     moe = make_moe(experts, top_k)
     x = np.random.default_rng(experts).normal(size=(2, 4, SIZE)).astype(np.float32)
