@@ -1,6 +1,8 @@
 """The program itself: what it is called with, and how it fails."""
 
+import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -67,13 +69,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = _Settings()
     try:
         app(None if arguments is None else list(arguments), prog_name="mamba-spec", obj=settings)
-    except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:  # what typer makes of Ctrl-C
+            _leave_at_once()
+        raise
     except Exception as error:
         if settings.debug:
             raise
         print(f"mamba-spec: {_one_line(error)}", file=sys.stderr)
         sys.exit(_FAILED)
+
+
+def _leave_at_once() -> None:
+    """Exits without the interpreter's own end, which crashes if jax was interrupted while it compiled."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(_INTERRUPTED)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,5 +1,8 @@
 """How the program is called and how it fails: one clear line, never a traceback."""
 
+import os
+import sys
+
 import jax
 import pytest
 
@@ -63,6 +66,7 @@ def test_interrupting_is_quiet(run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runtime, "load", interrupted)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     assert run("generate", "x", code=130) == ("", "")
 
 
