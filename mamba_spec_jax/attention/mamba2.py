@@ -16,7 +16,7 @@ from mamba_spec_jax.attention.conv import advance_window, causal_conv1d
 from mamba_spec_jax.cache.pools import MambaPool, PoolSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.modes import CommitStrategy, SpeculativeMode
-from pallas_kernels import state_commit
+from pallas_kernels import state_commit, state_scatter
 from pallas_kernels.dispatch import Implementation
 
 
@@ -166,18 +166,21 @@ class Mamba2:
                 implementation=self.implementation,
             )
             return MambaPool(ssm, conv)
-        slots = slot_index(record.slots, pool.ssm.shape[1])
-        # Both sets start from the live slot's old state, so the tracked one is folded before the live one is written.
-        targets = [(record.slots, steps)]
-        if track_slots is not None and track_steps is not None:
-            targets.append((track_slots, track_steps))
-        folded = [(slot, node, self._replay(pool, record, slots, node)) for slot, node in targets]
-        for slot, node, (ssm, conv) in folded:
-            index = slot_index(jnp.where(node >= 0, slot, -1), pool.ssm.shape[1])
-            pool = MambaPool(
-                ssm=pool.ssm.at[:, index].set(ssm, mode="drop"), conv=pool.conv.at[:, index].set(conv, mode="drop")
-            )
-        return pool
+        # Both sets start from the live slot's old state, hence one scatter after both folds.
+        nodes = [steps] if track_steps is None else [steps, track_steps]
+        folded = [self._replay(pool, record, node) for node in nodes]
+        source = jax.tree.map(lambda *states: jnp.stack(states, axis=2), *folded)
+        has_slot = slot_index(record.slots, pool.ssm.shape[1]) == record.slots
+        entries = [jnp.where(has_slot & (node >= 0), i, -1) for i, node in enumerate(nodes)]
+        return state_scatter(
+            pool,
+            source,
+            record.slots,
+            entries[0],
+            track_slots=track_slots,
+            track_steps=None if track_steps is None else entries[1],
+            implementation=self.implementation,
+        )
 
     def _ssm_inputs(
         self, window: Array, conv_inputs: Array, inputs: Mamba2Inputs, batch: ForwardBatch
@@ -213,9 +216,10 @@ class Mamba2:
         conv_inputs = record.conv_inputs.at[index].set(conv_inputs)
         return dataclasses.replace(record, recurrent=recurrent, conv_inputs=conv_inputs)
 
-    def _replay(self, pool: MambaPool, record: VerifyRecord, slots: Rows, steps: Rows) -> tuple[Array, Array]:
+    def _replay(self, pool: MambaPool, record: VerifyRecord, steps: Rows) -> MambaPool:
         """States and windows `[L, B, ...]` after node `steps[b]`, from what the live slots hold now."""
         kept: ReplayInputs = record.recurrent  # type: ignore[assignment]
+        slots = slot_index(record.slots, pool.ssm.shape[1])
 
         def layer(h0, window, x, dt, b, A, conv_inputs):
             h = ssd.fold(h0, ssd.SSMInputs(x=x, dt=dt, B=b, C=b), A, steps + 1)
@@ -223,4 +227,4 @@ class Mamba2:
 
         h0 = pool.ssm.at[:, slots].get(mode="fill", fill_value=0)
         windows = pool.conv.at[:, slots].get(mode="fill", fill_value=0)
-        return jax.vmap(layer)(h0, windows, kept.x, kept.dt, kept.B, kept.A, record.conv_inputs)
+        return MambaPool(*jax.vmap(layer)(h0, windows, kept.x, kept.dt, kept.B, kept.A, record.conv_inputs))
