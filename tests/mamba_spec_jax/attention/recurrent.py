@@ -18,7 +18,6 @@ from mamba_spec_jax.cache.pools import HybridCache, MambaPool, PoolSpec, advance
 from mamba_spec_jax.cache.slots import reset_slots
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode, SpeculativeMode
 
-LAYERS = 2
 SLOTS = 11
 # Quiet NaNs with a payload: any arithmetic on them, or any copy between slots, would show.
 POISON = {"float32": 0x7FC01234, "bfloat16": 0x7FD3, "float16": 0x7E37}
@@ -40,6 +39,7 @@ def make_backend(
     strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
     verify: SpeculativeMode = SpeculativeMode.DECODE,
     *,
+    layers: int = 1,
     heads: int = 3,
     head_dim: int = 5,
     state: int = 9,
@@ -52,9 +52,9 @@ def make_backend(
 ) -> HybridLinearAttnBackend:
     linear = Mamba2(heads, head_dim, state, groups, conv_width, chunk_size, dt_limits, verify=verify, strategy=strategy)
     spec = PoolSpec(
-        LAYERS, heads, head_dim, state, conv_width, linear.conv_channels, ssm_dtype=ssm_dtype, conv_dtype=conv_dtype
+        layers, heads, head_dim, state, conv_width, linear.conv_channels, ssm_dtype=ssm_dtype, conv_dtype=conv_dtype
     )
-    return HybridLinearAttnBackend(LAYERS, (), FullAttention(1.0), linear, spec)
+    return HybridLinearAttnBackend(layers, (), FullAttention(1.0), linear, spec)
 
 
 def make_weights(backend: HybridLinearAttnBackend, seed: int = 0, dtype="float32", bias: bool = True):
@@ -73,15 +73,15 @@ def make_weights(backend: HybridLinearAttnBackend, seed: int = 0, dtype="float32
             A_log=draw(H),
             D=draw(H),
         )
-        for _ in range(LAYERS)
+        for _ in range(backend.num_layers)
     )
 
 
 def make_inputs(backend: HybridLinearAttnBackend, rows: int, tokens: int, seed: int = 1, dtype="float32"):
     """Projected inputs `(xBC [L, B, T, C], dt [L, B, T, H])`."""
     rng, linear = np.random.default_rng(seed), backend.linear
-    xBC = rng.normal(size=(LAYERS, rows, tokens, linear.conv_channels))
-    dt = rng.normal(size=(LAYERS, rows, tokens, linear.heads))
+    xBC = rng.normal(size=(backend.num_layers, rows, tokens, linear.conv_channels))
+    dt = rng.normal(size=(backend.num_layers, rows, tokens, linear.heads))
     return np.asarray(jnp.asarray(xBC, dtype)), np.asarray(jnp.asarray(dt, dtype))
 
 
@@ -102,7 +102,7 @@ def forward(backend, mode: ForwardMode, cache, weights, slots, num_tokens, xBC, 
     batch = ForwardBatch.create(mode, cache, slots, num_tokens, xBC.shape[2])
     record = backend.init_record(batch, xBC.dtype)
     outputs = []
-    for layer in range(LAYERS):
+    for layer in range(backend.num_layers):
         inputs = Mamba2Inputs(xBC[layer], dt[layer], weights[layer])
         y, cache, record = backend.forward(layer, inputs, cache, record, batch)
         outputs.append(y)
@@ -125,6 +125,19 @@ def admitted(backend, weights, slots, prompt, num_tokens) -> HybridCache:
     cache = reset(poisoned_cache(backend), slots)
     num_tokens = jnp.asarray(num_tokens, jnp.int32)
     return forward(backend, ForwardMode.EXTEND, cache, weights, slots, num_tokens, *prompt)[1]
+
+
+def occupied(backend, slots, lengths, seed: int = 2) -> HybridCache:
+    """A poisoned cache whose `slots` hold random states, as if they had read `lengths` tokens."""
+    rng, cache = np.random.default_rng(seed), poisoned_cache(backend)
+
+    def fill(pool):
+        pool = np.array(pool)
+        pool[:, slots] = rng.normal(size=pool[:, slots].shape)
+        return jnp.asarray(pool)
+
+    mamba = jax.tree.map(fill, cache.mamba)
+    return dataclasses.replace(cache, mamba=mamba, lengths=cache.lengths.at[slots].set(lengths))
 
 
 def decode_history(backend, weights, cache, slots, inputs):
