@@ -41,13 +41,21 @@ def bench(
     model: ModelOption = BUNDLED,
     drafts: Annotated[
         list[Any],
-        typer.Option("--drafts", "-k", parser=parse_drafts, metavar="N|auto", help="May be given several times."),
+        typer.Option(
+            "--drafts",
+            "-k",
+            parser=parse_drafts,
+            metavar="N|auto",
+            help="Tokens drafted a step, or whatever pays. May be given several times.",
+        ),
     ] = _DRAFTS,
     batch: BatchesOption = BATCHES,
     temperature: Annotated[
         list[float], typer.Option("--temperature", "-t", min=0, help="0 is greedy. May be given several times.")
     ] = _TEMPERATURES,
-    prompts: Annotated[list[PromptKind], typer.Option("--prompts", help="May be given several times.")] = _PROMPTS,
+    prompts: Annotated[
+        list[PromptKind], typer.Option("--prompts", help="Kind. May be given several times.")
+    ] = _PROMPTS,
     max_new_tokens: MaxNewOption = 128,
     repeats: RepeatsOption = 5,
     dtype: DtypeOption = Precision.AUTO,

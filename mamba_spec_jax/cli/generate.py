@@ -28,6 +28,9 @@ from mamba_spec_jax.speculative.sampling import Filter, Greedy, Method, MinP, Sa
 from mamba_spec_jax.speculative.stream import StreamEvent, stream
 
 PromptArgument = Annotated[str | None, typer.Argument(help="What to continue; from stdin if left out or -.")]
+_TOP_K = "Draw from this many of the likeliest tokens."
+_TOP_P = "Draw from the likeliest tokens that have this much of the probability."
+_MIN_P = "Draw from the tokens that are this likely, compared with the likeliest."
 StopOption = Annotated[
     list[str], typer.Option("--stop", help="Text that ends the output, not shown. May be given several times.")
 ]
@@ -39,9 +42,9 @@ def generate(
     max_new_tokens: MaxNewOption = 128,
     min_new_tokens: Annotated[int, typer.Option("--min-new-tokens", min=0, help="Tokens before the text may end.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0, help="0: the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Draw from the K likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", min=0, max=1, help="Draw from the likeliest P.")] = None,
-    min_p: Annotated[float | None, typer.Option("--min-p", min=0, max=1, help="Least share of the likeliest.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help=_TOP_K)] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", min=0, max=1, help=_TOP_P)] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p", min=0, max=1, help=_MIN_P)] = None,
     seed: SeedOption = 0,
     stop: StopOption = [],  # noqa: B006, typer wants a list
     drafts: DraftsOption = "auto",
