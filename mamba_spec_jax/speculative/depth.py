@@ -50,25 +50,27 @@ class AutoDepth:
     """Full depth while a pass emits more tokens than it costs in plain steps; plain steps otherwise.
 
     Costs are the least seen of each kind of step, since noise only ever adds. Acceptance is a running mean that follows
-    the text. While plain steps run, the drafter is judged in hindsight, so no pass is spent on finding out that drafts
-    have become worth it. The first chunk runs at full depth and the second plainly, to measure both. An instance may
-    serve many generations of one model and batch size: what it has learnt of costs stays.
+    the text. While plain steps run, the drafter is judged in hindsight, so no pass is spent on finding out whether
+    drafts are worth it: the first chunks are plain, and full depth is tried once hindsight promises `promise` tokens a
+    pass. An instance may serve many generations of one model and batch size: what it has learnt of costs stays.
 
     Attributes:
         max_drafts: K of a full-depth pass.
-        margin: how much better the other choice must be before it is taken.
+        promise: tokens a pass, judged in hindsight, for which full depth is worth a first try.
+        margin: how much better than plain steps full depth must promise to be before it is taken up again.
         smoothing: weight of the newest chunk in the running mean.
     """
 
-    def __init__(self, max_drafts: int, *, margin: float = 0.03, smoothing: float = 0.4):
+    def __init__(self, max_drafts: int, *, promise: float = 2.0, margin: float = 0.1, smoothing: float = 0.4):
         if max_drafts < 1:
             raise ValueError(f"AutoDepth.max_drafts is {max_drafts}, expected at least 1")
         self.max_drafts = max_drafts
+        self.promise = promise
         self.margin = margin
         self.smoothing = smoothing
         self._seconds: dict[int, float] = {}
         self._tokens: float | None = None
-        self._depth = max_drafts
+        self._depth = 0
 
     @property
     def cost_ratio(self) -> float | None:
@@ -78,9 +80,6 @@ class AutoDepth:
         return self._seconds[self.max_drafts] / self._seconds[0]
 
     def choose(self) -> int:
-        for depth in (self.max_drafts, 0):
-            if depth not in self._seconds:
-                return depth
         return self._depth
 
     def observe(self, costs: ChunkCosts) -> None:
@@ -91,7 +90,11 @@ class AutoDepth:
         if tokens is not None:
             previous = tokens if self._tokens is None else self._tokens
             self._tokens = previous + self.smoothing * (tokens - previous)
-        if self.cost_ratio is not None and self._tokens is not None:
-            gain = self._tokens / self.cost_ratio
-            threshold = 1 / (1 + self.margin) if self._depth else 1 + self.margin
-            self._depth = self.max_drafts if gain > threshold else 0
+        if 0 not in self._seconds or self._tokens is None:
+            return
+        if self.cost_ratio is None:
+            self._depth = self.max_drafts if self._tokens >= self.promise else 0
+            return
+        gain = self._tokens / self.cost_ratio
+        threshold = 1.0 if self._depth else 1 + self.margin
+        self._depth = self.max_drafts if gain > threshold else 0

@@ -1,0 +1,265 @@
+"""Whole generations on a small random model: stops, rows, statistics, what the host reads, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mamba_spec_jax as ms
+from mamba_spec_jax.speculative import generate as driver
+from mamba_spec_jax.speculative.generate import collect, decode_chunks, resolve_drafting
+
+CONFIG = ms.HybridConfig(
+    model_type="granitemoehybrid",
+    vocab_size=13,
+    hidden_size=16,
+    layer_types=("mamba", "attention"),
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    attention_scale=0.35,
+    mamba_heads=2,
+    mamba_head_dim=8,
+    mamba_state=8,
+    mamba_groups=1,
+    mamba_conv_width=3,
+    shared_intermediate_size=16,
+    tie_embeddings=True,
+)
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], [4, 4, 4, 4]]
+DRAFTS = 3
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ms.HybridModel.create(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    return jax.jit(model.init_params, static_argnums=0)(3)
+
+
+def run(model, params, prompts=PROMPTS, stops=None, depth=DRAFTS, chunk_steps=4, **requests):
+    """The final state, with which the committed side can be looked at."""
+    drafter, policy = resolve_drafting(None, depth)
+    state = ms.init_decode(model, params, prompts, drafter=drafter, max_drafts=policy.max_drafts, **requests)
+    for newest, _ in decode_chunks(model, params, state, drafter, ms.Greedy(), stops, policy, chunk_steps):
+        state = newest
+    return state
+
+
+def committed_states(model, params, texts, max_len):
+    """What a cache holds after all but the last token of each text, decoded one at a time."""
+    decode = jax.jit(model.decode)
+    cache = model.init_cache(len(texts), max_len)
+    for t in range(max(map(len, texts)) - 1):
+        tokens = jnp.asarray([text[min(t, len(text) - 1)] for text in texts], jnp.int32)
+        slots = jnp.asarray([row if t < len(text) - 1 else -1 for row, text in enumerate(texts)], jnp.int32)
+        cache = decode(params, tokens, cache, slots=slots).cache
+    return cache
+
+
+@pytest.fixture(scope="module")
+def plain(model, params):
+    return collect(run(model, params, depth=0, max_new=24)).tokens
+
+
+def test_budgets_per_row_zero_and_one_included(model, params, plain):
+    state = run(model, params, max_new=[24, 0, 1])
+    generation = collect(state)
+    assert generation.tokens == [plain[0], [], plain[2][:1]]
+    assert generation.reasons == [ms.StopReason.MAX_NEW] * 3
+    np.testing.assert_array_equal(
+        state.cache.lengths, [len(p) + len(t) - 1 for p, t in zip(PROMPTS, generation.tokens, strict=True)]
+    )
+
+
+def test_nothing_is_emitted_or_committed_past_an_end_token(model, params, plain):
+    ends = [plain[0][5], plain[1][9]]
+    state = run(model, params, max_new=24, stops=ms.StopConditions.create(eos_ids=ends))
+    generation = collect(state)
+    for row, text in enumerate(plain):
+        at = next((i for i, token in enumerate(text) if token in ends), None)
+        expected = text if at is None else text[: at + 1]
+        assert generation.tokens[row] == expected
+        assert generation.reasons[row] is (ms.StopReason.MAX_NEW if at is None else ms.StopReason.EOS)
+    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, generation.tokens, strict=True)]
+    reference = committed_states(model, params, texts, state.cache.max_len)
+    np.testing.assert_array_equal(state.cache.lengths, reference.lengths)
+    np.testing.assert_allclose(state.cache.mamba.ssm, reference.mamba.ssm, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(state.cache.mamba.conv, reference.mamba.conv, rtol=0, atol=1e-5)
+
+
+def test_end_tokens_wait_for_min_new(model, params, plain):
+    stops = ms.StopConditions.create(eos_ids=list(range(13)))
+    generation = collect(run(model, params, max_new=24, stops=stops))
+    assert [len(tokens) for tokens in generation.tokens] == [1, 1, 1]
+    stops = ms.StopConditions.create(eos_ids=[plain[0][0]])
+    generation = collect(run(model, params, max_new=24, min_new=[6, 0, 0], stops=stops))
+    assert plain[0][0] not in generation.tokens[0][:6]
+
+
+def test_stop_strings_end_a_row_at_the_token_that_completes_them(model, params, plain):
+    token_bytes = [bytes([97 + token]) for token in range(13)]
+    wanted = bytes(97 + token for token in plain[0][3:6])
+    stops = ms.StopConditions.create(stop_strings=[wanted], token_bytes=token_bytes)
+    generation = collect(run(model, params, max_new=24, stops=stops))
+    text = b"".join(token_bytes[token] for token in plain[0])
+    assert len(generation.tokens[0]) == text.find(wanted) + 3
+    assert generation.reasons[0] is ms.StopReason.STOP_STRING
+
+
+def test_statistics_add_up(model, params, plain):
+    generation = collect(run(model, params, max_new=24))
+    statistics = generation.statistics
+    assert statistics.histogram.shape == (3, DRAFTS + 1)
+    np.testing.assert_array_equal(statistics.histogram.sum(axis=1), statistics.passes)
+    np.testing.assert_array_equal(statistics.emitted, [len(tokens) for tokens in generation.tokens])
+    assert (statistics.drafted <= DRAFTS * statistics.passes).all()
+    assert statistics.drafted.sum() > 0
+
+
+def test_logprobs_are_the_targets_own(model, params, plain):
+    generation = collect(run(model, params, max_new=6, logprobs=True))
+    prefill = jax.jit(model.prefill)
+    tokens = np.asarray([PROMPTS[0] + generation.tokens[0][:5] + [0] * 4], np.int32)
+    for emitted, (token, logprob) in enumerate(zip(generation.tokens[0], generation.logprobs[0], strict=True)):
+        length = jnp.asarray([len(PROMPTS[0]) + emitted], jnp.int32)
+        output = prefill(params, tokens, model.init_cache(1, 32), slots=jnp.zeros(1, jnp.int32), num_tokens=length)
+        assert logprob == pytest.approx(float(jax.nn.log_softmax(output.logits[0])[token]), abs=1e-5)
+
+
+def test_one_trace_serves_a_generation_of_varying_lengths(model, params):
+    run(model, params, max_new=24)
+    programs = driver._compiled_programs()
+    run(model, params, max_new=[3, 17, 24])
+    run(model, params, [[7, 8], [9] * 6, [2]], max_new=24, seeds=9)
+    assert driver._compiled_programs() == programs
+
+
+def test_the_compiled_chunk_calls_nothing_on_the_host(model, params):
+    drafter, _ = resolve_drafting(None, DRAFTS)
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=8)
+    stops = ms.StopConditions.create()
+    lowered = driver._run_chunk.lower(model, params, state, drafter, ms.Greedy(), DRAFTS, stops, 4, DRAFTS)
+    text = lowered.compile().as_text()
+    assert "while" in text
+    for word in ("callback", "infeed", "outfeed", " send(", " recv("):
+        assert word not in text, word
+
+
+@pytest.mark.parametrize("deliberate", [False, True])
+def test_the_host_reads_only_at_chunk_ends(model, params, monkeypatch, deliberate):
+    """Every conversion of a device array raises, except inside the driver's own read of a finished chunk."""
+    drafter, policy = resolve_drafting(None, DRAFTS)
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=24)
+    array_type = type(state.lengths)
+    reading, value = [], array_type._value
+
+    def guarded(array):
+        if not reading:
+            raise AssertionError("a device array was read on the host within a chunk")
+        return value.fget(array)
+
+    def device_get(tree):
+        reading.append(True)
+        try:
+            return jax.tree.map(lambda leaf: np.array(value.fget(leaf)), tree)
+        finally:
+            reading.pop()
+
+    monkeypatch.setattr(array_type, "_value", property(guarded))
+    monkeypatch.setattr(driver.jax, "device_get", device_get)
+    chunks = 0
+    if deliberate:
+        newest, _ = next(decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 4))
+        with pytest.raises(AssertionError, match="read on the host"):
+            int(newest.lengths[0])
+        return
+    for _, report in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 4):
+        assert isinstance(report.lengths, np.ndarray)
+        chunks += 1
+    assert chunks > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgetfulBackend:
+    """Returns the cache as it came."""
+
+    def update_mamba_state_after_mtp_verify(self, cache, record, last_correct_step_indices, *tracking):
+        return cache
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgetfulDrafter(ms.NgramDrafter):
+    """Verifies on a cache of its own and never commits."""
+
+    model: ms.HybridModel = None
+
+    def init(self, batch, max_len):
+        return self.model.init_cache(batch, max_len)
+
+    def update(self, state, output, emitted, accept_lens, active):
+        return dataclasses.replace(state, awaiting_commit=True)
+
+
+def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
+    class ForgetfulModel:
+        backend = ForgetfulBackend()
+        vocab_size = model.vocab_size
+        init_cache, prefill, verify = model.init_cache, model.prefill, model.verify
+
+    def step(target, drafter):
+        state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=8)
+        jax.eval_shape(
+            lambda state: ms.speculative_decode_step(target, params, state, drafter, ms.Greedy(), DRAFTS), state
+        )
+
+    step(model, ms.NgramDrafter(DRAFTS))
+    with pytest.raises(ValueError, match="speculative_decode_step got a cache that still awaits the commit"):
+        step(ForgetfulModel(), ms.NgramDrafter(DRAFTS))
+    with pytest.raises(ValueError, match="after the drafter's update, got a cache that still awaits the commit"):
+        step(model, ForgetfulDrafter(DRAFTS, model=model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": []}, "got no prompts, expected at least one row"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty, expected at least one token"),
+        ({"prompts": [[1, 13]]}, r"prompt 0 has token ids 1..13, expected 0..12"),
+        ({"prompts": [[0.5]]}, "prompt 0 is float64"),
+        ({"max_new": [1, 2]}, r"max_new has shape \[2\], expected one value or 3"),
+        ({"max_new": -1}, "max_new is -1, expected finite values of at least 0"),
+        ({"max_new": 1.5}, "max_new is 1.5, expected integers"),
+        ({"max_new": 2, "min_new": 3}, r"min_new \[3, 3, 3\] exceeds max_new \[2, 2, 2\]"),
+        ({"temperature": float("nan")}, "temperature is nan, expected finite values"),
+        ({"depth": "deep"}, "depth is 'deep', expected a number of drafts, 'auto' or a depth policy"),
+        ({"depth": -1}, "depth is -1, expected at least 0"),
+        ({"depth": 4, "drafter": ms.NgramDrafter(2)}, "depth is 4, but the drafter proposes at most 2 tokens"),
+        ({"chunk_steps": 0}, "chunk_steps is 0, expected at least 1"),
+    ],
+)
+def test_bad_requests_are_named(model, params, options, message):
+    options = {"prompts": PROMPTS, "max_new": 4, **options}
+    with pytest.raises(ValueError, match=message):
+        ms.generate(model, params, options.pop("prompts"), **options)
+
+
+def test_a_step_deeper_than_its_state_is_refused(model, params):
+    drafter = ms.NgramDrafter(5)
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=2, max_new=4)
+    with pytest.raises(ValueError, match="num_drafts is 5, but the state was made for at most 2"):
+        ms.speculative_decode_step(model, params, state, drafter, ms.Greedy(), 5)
+
+
+def test_while_loop_form_gives_the_same(model, params, plain):
+    drafter = ms.NgramDrafter(DRAFTS)
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=24)
+    finished = jax.jit(lambda state: ms.decode_until_finished(model, params, state, drafter, ms.Greedy(), DRAFTS))(
+        state
+    )
+    assert collect(finished).tokens == plain
