@@ -28,7 +28,7 @@ from mamba_spec_jax.speculative.prompts import init_decode
 from mamba_spec_jax.speculative.protocol import Drafter, Proposal, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import Greedy, MinP, Sampling, TopK, TopP
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
-from mamba_spec_jax.speculative.stream import StreamEvent, stream
+from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
 
 if TYPE_CHECKING:
     from mamba_spec_jax.models.loading import LoadedModel, load
@@ -81,12 +81,14 @@ __all__ = [
     "decode_steps",
     "decode_until_finished",
     "generate",
+    "generated_texts",
     "init_decode",
     "load",
     "plan_memory",
     "reset_slots",
     "speculative_decode_step",
     "stream",
+    "text_stops",
     "tracking_steps",
 ]
 
