@@ -1,0 +1,326 @@
+"""The step against its definition: every row, pass by pass, as plain Python computes it."""
+
+import dataclasses
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mamba_spec_jax as ms
+from mamba_spec_jax.speculative import generate as driver
+from mamba_spec_jax.speculative.decode import Requests, Statistics
+
+from ..tiny import DENSE, random_params
+from .toy import ToyModel
+
+VOCAB, ROWS, SLOTS, DRAFTS, LENGTH = 6, 4, 6, 3, 24
+MOST_NEW = 12
+MODEL = ToyModel(VOCAB)
+LOGITS = np.random.default_rng(0).normal(size=(VOCAB + 1, VOCAB, VOCAB)).astype(np.float32)
+TOKEN_BYTES = [bytes([97 + token]) for token in range(VOCAB)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Foresight:
+    """Proposes what its state says: tokens `[B, M]` by position, and how many when a row is so long `[B, M]`."""
+
+    max_drafts: int = DRAFTS
+
+    def init(self, batch, max_len):
+        return jnp.zeros((batch, max_len), jnp.int32), jnp.zeros((batch, max_len), jnp.int32)
+
+    def propose(self, state, tokens, lengths, num_drafts):
+        foreseen, counts = state
+        at = jnp.minimum(lengths[:, None] + jnp.arange(num_drafts), foreseen.shape[1] - 1)
+        count = jnp.take_along_axis(counts, lengths[:, None], axis=1)[:, 0]
+        return ms.Proposal(jnp.take_along_axis(foreseen, at, axis=1), count, state)
+
+    def update(self, state, output, emitted, accept_lens, active):
+        return state
+
+
+@dataclasses.dataclass
+class Row:
+    """What one row asks for, and what its drafter will say; `foreseen` and `counts` are by position."""
+
+    slot: int
+    prompt: list[int]
+    max_new: int
+    min_new: int
+    draft_limit: int
+    wrong: list[int]
+    counts: list[int]
+    foreseen: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Expected:
+    tokens: list[int]
+    logprobs: list[float]
+    reason: ms.StopReason
+    passes: int
+    drafted: int
+    histogram: list[int]
+
+
+def simulate(row, eos, stop_strings, drafts=True):
+    """The definition: a pass walks along the drafts that are the target's own choice, and stops where the row does."""
+    text = list(row.prompt)
+    out = Expected([], [], ms.StopReason.NONE if row.max_new else ms.StopReason.MAX_NEW, 0, 0, [0] * (DRAFTS + 1))
+    while out.reason is ms.StopReason.NONE and row.slot >= 0:
+        limit = min(row.draft_limit, row.max_new - len(out.tokens) - 1, row.counts[len(text)]) if drafts else 0
+        window = row.foreseen[len(text) : len(text) + limit]
+        emitted = 0
+        for draft in [*window, None]:
+            logits = LOGITS[text[-2] + 1 if len(text) > 1 else 0, text[-1]]
+            allowed = [t for t in range(VOCAB) if t not in eos or len(out.tokens) >= row.min_new]
+            token = max(allowed, key=lambda t: logits[t])
+            text.append(token)
+            out.tokens.append(token)
+            out.logprobs.append(float(logits[token] - np.log(np.exp(logits).sum())))
+            emitted += 1
+            if token in eos:
+                out.reason = ms.StopReason.EOS
+            elif any(b"".join(TOKEN_BYTES[t] for t in out.tokens).endswith(stop) for stop in stop_strings):
+                out.reason = ms.StopReason.STOP_STRING
+            elif len(out.tokens) == row.max_new:
+                out.reason = ms.StopReason.MAX_NEW
+            if out.reason is not ms.StopReason.NONE or draft != token:
+                break
+        out.passes += 1
+        out.drafted += len(window)
+        out.histogram[emitted - 1] += 1
+    return out
+
+
+def build_state(rows):
+    tokens = np.zeros((ROWS, LENGTH), np.int32)
+    for r, row in enumerate(rows):
+        tokens[r, : len(row.prompt)] = row.prompt
+    lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
+    cache = MODEL.init_cache(SLOTS, LENGTH)
+    ssm, committed = np.array(cache.mamba.ssm), np.zeros(SLOTS, np.int32)
+    for row in rows:
+        if row.slot >= 0:
+            ssm[0, row.slot] = row.prompt[-2] + 1 if len(row.prompt) > 1 else 0
+            committed[row.slot] = len(row.prompt) - 1
+    cache = dataclasses.replace(
+        cache, mamba=dataclasses.replace(cache.mamba, ssm=jnp.asarray(ssm)), lengths=jnp.asarray(committed)
+    )
+
+    def of_rows(name, dtype=np.int32):
+        return jnp.asarray([getattr(row, name) for row in rows], dtype)
+
+    def zeros(dtype=jnp.int32):
+        return jnp.zeros((ROWS,), dtype)
+
+    return ms.DecodeState(
+        cache=cache,
+        drafter=(of_rows("foreseen"), of_rows("counts")),
+        tokens=jnp.asarray(tokens),
+        lengths=jnp.asarray(lengths),
+        prompt_lengths=jnp.asarray(lengths),
+        reasons=jnp.asarray([0 if row.max_new else ms.StopReason.MAX_NEW.value for row in rows], jnp.int32),
+        stop_states=zeros(),
+        requests=Requests(
+            slots=of_rows("slot"),
+            max_new=of_rows("max_new"),
+            min_new=of_rows("min_new"),
+            draft_limit=of_rows("draft_limit"),
+            seeds=zeros(jnp.uint32),
+            temperature=jnp.ones((ROWS,), jnp.float32),
+        ),
+        statistics=Statistics(zeros(), zeros(), jnp.zeros((ROWS, DRAFTS + 1), jnp.int32)),
+        logprobs=jnp.zeros((ROWS, LENGTH), jnp.float32),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+@chex.assert_max_traces(n=1)
+def step(params, state, stops):
+    return ms.speculative_decode_step(MODEL, params, state, Foresight(), ms.Greedy(), DRAFTS, stops)
+
+
+tokens_of = functools.partial(st.lists, st.integers(0, VOCAB - 1))
+
+
+@st.composite
+def rows_of(draw):
+    slots = draw(st.permutations([-1, *range(SLOTS)]))
+    rows = []
+    for slot in slots[:ROWS]:
+        max_new = draw(st.integers(0, MOST_NEW))
+        rows.append(
+            Row(
+                slot=slot,
+                prompt=draw(tokens_of(min_size=1, max_size=LENGTH // 4)),
+                max_new=max_new,
+                min_new=draw(st.integers(0, max_new)),
+                draft_limit=draw(st.integers(0, DRAFTS)),
+                # Mostly right, sometimes another token, sometimes none of the vocabulary's.
+                wrong=draw(st.lists(st.sampled_from([0, 0, 0, 1, VOCAB]), min_size=LENGTH, max_size=LENGTH)),
+                counts=draw(st.lists(st.sampled_from([DRAFTS, DRAFTS, 1, 0]), min_size=LENGTH, max_size=LENGTH)),
+            )
+        )
+    return rows
+
+
+@settings(max_examples=60)
+@given(
+    rows=rows_of(),
+    eos=st.tuples(st.integers(0, 3 * VOCAB), st.integers(0, 3 * VOCAB)),
+    stop_strings=st.tuples(st.sampled_from(["ab", "ad", "ae"]), st.sampled_from(["ba", "bb", "bf"])),
+)
+def test_rows_as_their_definition(rows, eos, stop_strings):
+    stop_bytes = [text.encode() for text in stop_strings]
+    for row in rows:
+        right = simulate(row, eos, stop_bytes, drafts=False).tokens
+        foreseen = (row.prompt + right + [0] * LENGTH)[:LENGTH]
+        row.foreseen = [
+            token if not off else (token + 1) % VOCAB if off == 1 else VOCAB
+            for token, off in zip(foreseen, row.wrong, strict=True)
+        ]
+    stops = ms.StopConditions.create(eos, stop_strings, TOKEN_BYTES)
+    state = build_state(rows)
+    for _ in range(MOST_NEW):
+        state = step(LOGITS, state, stops)
+
+    assert not np.any(state.active)
+    states = np.asarray(state.cache.mamba.ssm)[0, :, 0, 0, 0]
+    for r, row in enumerate(rows):
+        expected = simulate(row, eos, stop_bytes)
+        text = row.prompt + expected.tokens
+        assert int(state.lengths[r]) == len(text)
+        padding = [0] * (LENGTH - len(text))
+        np.testing.assert_array_equal(state.tokens[r], text + padding)
+        np.testing.assert_allclose(state.logprobs[r], [0] * len(row.prompt) + expected.logprobs + padding, atol=1e-5)
+        assert int(state.reasons[r]) == expected.reason.value
+        assert int(state.statistics.passes[r]) == expected.passes
+        assert int(state.statistics.drafted[r]) == expected.drafted
+        np.testing.assert_array_equal(state.statistics.histogram[r], expected.histogram)
+        assert int(state.statistics.emitted[r]) == len(expected.tokens)
+        if row.slot >= 0:  # all but the last token are committed, and no more
+            assert int(state.cache.lengths[row.slot]) == len(text) - 1
+            assert int(states[row.slot]) == (text[-2] + 1 if len(text) > 1 else 0)
+    unused = sorted(set(range(SLOTS)) - {row.slot for row in rows})
+    np.testing.assert_array_equal(states[unused], 0)
+    np.testing.assert_array_equal(np.asarray(state.cache.lengths)[unused], 0)
+
+
+PROMPTS = [[3, 9, 4, 3, 9, 4, 3], [5, 5], [11]]
+HYBRID = ms.HybridModel.create(DENSE)
+DRAFTER = ms.NgramDrafter(DRAFTS)
+STEPS = 20
+# What is checked is the loop, not the optimiser, whose passes take most of the time of compiling so small a model.
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+@functools.partial(jax.jit, compiler_options=QUICKLY)
+def run(params, state):
+    return ms.decode_steps(HYBRID, params, state, DRAFTER, ms.Sampling(), DRAFTS, None, STEPS)
+
+
+def begin(prompts, **requests):
+    return ms.init_decode(
+        HYBRID, random_params(HYBRID), prompts, drafter=DRAFTER, max_drafts=DRAFTS, logprobs=True, **requests
+    )
+
+
+def assert_same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_finished_rows_change_nothing():
+    """Not a byte of the state: keys and values included."""
+    state = run(random_params(HYBRID), begin(PROMPTS, max_new=[STEPS, 0, 4], temperature=0.0))
+    assert not np.any(state.active)
+    np.testing.assert_array_equal(state.new_tokens, [STEPS, 0, 4])
+    assert_same(run(random_params(HYBRID), state), state)
+
+
+def test_draws_depend_on_the_request_alone():
+    """Row, slot and company change no token; in a batch of the same size they change no bit."""
+    params, seeds = random_params(HYBRID), [7, 8, 9]
+    together = run(params, begin(PROMPTS, seeds=seeds, max_new=STEPS, temperature=1.5))
+    texts = [np.asarray(together.tokens)[row, : together.lengths[row]] for row in range(3)]
+    assert len({tuple(text[-STEPS:].tolist()) for text in texts}) == 3
+
+    order = np.asarray([2, 0, 1])
+    prompts, moved_seeds = [PROMPTS[row] for row in order], [seeds[row] for row in order]
+    moved = run(params, begin(prompts, seeds=moved_seeds, max_new=STEPS, temperature=1.5))
+    for name in ("tokens", "lengths", "logprobs", "statistics"):
+        assert_same(getattr(moved, name), jax.tree.map(lambda leaf: leaf[order], getattr(together, name)))
+    assert_same(moved.cache.mamba, jax.tree.map(lambda pool: pool[:, order], together.cache.mamba))
+
+    for row, prompt in enumerate(PROMPTS):
+        alone = begin([prompt], seeds=seeds[row : row + 1], max_new=STEPS, temperature=1.5)
+        tokens = np.asarray(run(params, alone).tokens)[0]
+        np.testing.assert_array_equal(tokens[: len(texts[row])], texts[row])
+        other = run(params, begin([prompt], seeds=[99], max_new=STEPS, temperature=1.5))
+        assert np.any(np.asarray(other.tokens)[0, : len(texts[row])] != texts[row])
+
+
+def test_steps_under_vmap():
+    """A leading axis of whole states, as for an ensemble of loops, changes no bit of any."""
+    states = [begin(PROMPTS, max_new=STEPS, seeds=seed, temperature=1.0) for seed in (3, 4)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    together = jax.vmap(run, in_axes=(None, 0))(random_params(HYBRID), stacked)
+    for i, state in enumerate(states):
+        assert_same(jax.tree.map(lambda leaf: leaf[i], together), run(random_params(HYBRID), state))  # noqa: B023
+
+
+def whole_buffer_copies(text, sizes):
+    """Copies in a program of arrays with one of these dimensions."""
+    return re.findall(rf"= \w+\[(?:\d+,)*(?:{'|'.join(map(str, sizes))})(?:,\d+)*\]\S* copy\(.*", text)
+
+
+@pytest.mark.parametrize("num_drafts", [0, DRAFTS])
+def test_a_donated_state_stays_where_it_lies(num_drafts):
+    """A chunk of steps neither copies a pool or a key/value buffer nor has room for one."""
+    slots, max_len = 1013, 37
+    state = dataclasses.replace(begin(PROMPTS, max_new=20), cache=HYBRID.init_cache(slots, max_len))
+    compiled = driver._run_chunk.lower(
+        HYBRID, random_params(HYBRID), state, DRAFTER, ms.Greedy(), num_drafts, ms.StopConditions.create(), 4, DRAFTS
+    ).compile(QUICKLY)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert f",{slots}," in text
+    assert whole_buffer_copies(text, [slots]) == []
+    assert memory.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    smallest = min(leaf.nbytes for leaf in jax.tree.leaves((state.cache.mamba, state.cache.kv)))
+    assert memory.temp_size_in_bytes < smallest
+
+
+def test_a_copy_would_be_seen():
+    pool = jnp.zeros((3, 1013, 5))
+    text = jax.jit(lambda pool: (pool.at[0, 1].set(1), pool + 1), donate_argnums=0).lower(pool).compile().as_text()
+    assert whole_buffer_copies(text, [1013]) != []
+
+
+class WithoutRecord(ToyModel):
+    def verify(self, params, draft, cache):
+        return dataclasses.replace(super().verify(params, draft, cache), record=None)
+
+
+class TooFew(Foresight):
+    def propose(self, state, tokens, lengths, num_drafts):
+        proposal = super().propose(state, tokens, lengths, num_drafts)
+        return dataclasses.replace(proposal, tokens=proposal.tokens[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter", "message"),
+    [
+        (WithoutRecord(VOCAB), Foresight(), "WithoutRecord.verify returned no record, expected what its commit needs"),
+        (MODEL, TooFew(), r"TooFew.propose returned tokens \(4, 2\) and lengths \(4,\), expected \(4, 3\) and \(4,\)"),
+    ],
+)
+def test_what_a_model_or_drafter_leaves_out_is_named(model, drafter, message):
+    state = ms.init_decode(model, LOGITS, [[1]] * ROWS, drafter=drafter, max_drafts=DRAFTS, max_new=4)
+    with pytest.raises(ValueError, match=message):
+        ms.speculative_decode_step(model, LOGITS, state, drafter, ms.Greedy(), DRAFTS)
