@@ -93,6 +93,8 @@ class HybridLinearAttnBackend:
             return output, dataclasses.replace(cache, kv=kv), record
         index = layer_id - sum(other < layer_id for other in self.full_attn_layers)
         output, pool, record = self.linear.forward(index, inputs, cache.mamba, record, batch)
+        if record is not None and index == self.pool_spec.recurrent_layers - 1:
+            record = dataclasses.replace(record, num_tokens=_available_after(record.num_tokens, output))
         return output, dataclasses.replace(cache, mamba=pool), record
 
     def update_mamba_state_after_mtp_verify(
@@ -151,3 +153,14 @@ class HybridLinearAttnBackend:
 
     def _owner(self, mode: ForwardMode) -> RecordSpec:
         return RecordSpec(backend=self, mode=mode, strategy=self.linear.strategy)
+
+
+def _available_after(num_tokens: Rows, output: Array) -> Rows:
+    """`num_tokens`, in a way that nothing which needs them can start before `output` is computed.
+
+    A commit that may run before the last layer has read the pool makes XLA copy the pool. An optimization barrier does
+    not hold on a CPU, where it is dropped before copies are decided, so the order is a data dependency: clearing a
+    number's sign bit leaves nothing below zero, which XLA does not know.
+    """
+    magnitude = jax.lax.bitcast_convert_type(output[:, 0, 0, 0].astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    return num_tokens + jnp.minimum(magnitude, 0)
