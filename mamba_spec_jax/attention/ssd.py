@@ -42,13 +42,14 @@ def _state_step(h: Array, token: SSMInputs, decay: Array) -> Array:
 def _contract(h: Array, C: Array) -> Array:
     """`h_t C_t [B, H, P]`, with bits that depend neither on T nor on a row's place in the batch.
 
-    A product, because XLA on a CPU sums the innermost axis of anything else one element at a time. A matrix-vector
-    product adds in an order that depends on how its rows are aligned, hence operands in buffers of their own (the
-    fence) and N padded to whole cache lines, which real models' N is already.
+    Summed pairwise, halves onto halves: a library's product may add in another order for another row, and a plain sum
+    over the innermost axis is not vectorised on a CPU.
     """
-    padding = -h.shape[-1] % 16
-    h, C = (jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 1) + [(0, padding)]) for leaf in (h, C))
-    return jnp.einsum("bhpn,bhn->bhp", fenced(h), fenced(C), precision=_EXACT)
+    terms = rounded(h * C[:, :, None, :])
+    while (n := terms.shape[-1]) > 1:
+        pairs = terms[..., : n // 2] + terms[..., n // 2 : n // 2 * 2]
+        terms = jnp.concatenate([pairs, terms[..., n // 2 * 2 :]], axis=-1) if n % 2 else pairs
+    return terms[..., 0]
 
 
 def _per_head(grouped: Array, heads: int) -> Array:
