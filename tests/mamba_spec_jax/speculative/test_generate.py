@@ -263,3 +263,62 @@ def test_while_loop_form_gives_the_same(model, params, plain):
         state
     )
     assert collect(finished).tokens == plain
+
+
+class JudgedOnly:
+    """Never drafts, so that every chunk judges what drafts would have been worth."""
+
+    max_drafts = DRAFTS
+
+    def __init__(self):
+        self.seen = []
+
+    def choose(self):
+        return 0
+
+    def observe(self, costs):
+        self.seen.append(costs)
+
+
+def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
+    drafter, policy, chunk_steps = ms.NgramDrafter(DRAFTS), JudgedOnly(), 4
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=[22, 2, 9])
+    tokens, lengths, active = (np.array(leaf) for leaf in (state.tokens, state.lengths, state.active))
+    judged = []
+    for newest, report in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, chunk_steps):
+        proposal = drafter.propose((), jnp.asarray(tokens), jnp.asarray(lengths), DRAFTS)
+        after = np.array(newest.tokens)
+        for row, start in enumerate(lengths):
+            count = min(int(proposal.lengths[row]), int(report.emitted[row]))
+            pairs = zip(proposal.tokens[row, :count].tolist(), after[row, start : start + count].tolist(), strict=True)
+            right = next((i for i, (draft, token) in enumerate(pairs) if draft != token), count)
+            assert report.foreseen[row] == (right if active[row] else -1)
+            judged.append(right)
+        expected = 1 + np.mean(report.foreseen[report.foreseen >= 0])
+        assert policy.seen[-1].expected_tokens_per_pass == pytest.approx(expected)
+        assert policy.seen[-1].tokens_per_pass == 1
+        tokens, lengths, active = after, np.array(newest.lengths), np.array(newest.active)
+    assert len(policy.seen) == 6
+    assert {0, DRAFTS} <= set(judged)
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("cpu", "erererer"), ("gpu", "eerererr")])
+def test_an_accelerator_gets_its_next_chunk_before_the_last_one_is_read(model, params, monkeypatch, platform, expected):
+    """e: a chunk is enqueued; r: a report is read. Twelve tokens are four chunks of three steps."""
+    events = []
+    drafter, policy = resolve_drafting(None, 0)
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=0, max_new=[12, 3, 5])
+
+    def record(event, function):
+        return lambda *args: (events.append(event), function(*args))[1]
+
+    chunks = decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.jax, "default_backend", lambda: platform)
+        patch.setattr(driver, "_compiled_programs", lambda: 1)
+        patch.setattr(driver, "_run_chunk", record("e", driver._run_chunk))
+        patch.setattr(driver.jax, "device_get", record("r", jax.device_get))
+        for newest, _ in chunks:
+            state = newest
+    assert "".join(events[1:]) == expected  # the first read is that of the budgets
+    np.testing.assert_array_equal(state.new_tokens, [12, 3, 5])
