@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.modes import CommitStrategy, ForwardMode
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, SpeculativeMode
 
 from .tiny import CONFIGS, DENSE, random_params
 
@@ -115,3 +116,115 @@ def test_speculating_has_the_bits_of_plain_decoding_in_the_same_step(config, str
     np.testing.assert_array_equal(cache.lengths, plain.lengths)
     for ours, theirs in zip(jax.tree.leaves(committed_kv(cache)), jax.tree.leaves(committed_kv(plain)), strict=True):
         assert_same_bits(ours, theirs, "keys and values")
+
+
+@pytest.mark.parametrize("speculative_mode", list(SpeculativeMode))
+def test_a_verify_that_is_never_committed_changes_nothing(speculative_mode):
+    model = HybridModel.create(CONFIGS["dense"], speculative_mode=speculative_mode)
+    params = random_params(model)
+    before = prefilled(model, params)
+    draft = window(0 * PROMPT, np.array([5, 3, 1, 4], np.int32), seed=0)
+    output = verify(model, params, draft.replace(slots=jnp.array([3, -1, 5, 2])), before)
+    assert output.cache.awaiting_commit
+    assert_same_bits(output.cache.mamba.ssm, before.mamba.ssm, "ssm")
+    assert_same_bits(output.cache.mamba.conv, before.mamba.conv, "conv")
+    np.testing.assert_array_equal(output.cache.lengths, before.lengths)
+    # Keys and values are written behind the committed ones, in the rows' own slots and nowhere else.
+    behind = np.arange(MAX_LEN) - np.asarray(before.lengths)[:, None]
+    written = np.zeros((SLOTS, MAX_LEN), bool)
+    for slot, count in ((3, 5), (5, 1), (2, 4)):
+        written[slot] = (behind[slot] >= 0) & (behind[slot] < count)
+    for old, new in zip(jax.tree.leaves(before.kv), jax.tree.leaves(output.cache.kv), strict=True):
+        changed = (np.asarray(old).view(np.uint32) != np.asarray(new).view(np.uint32)).any((2, 3))
+        np.testing.assert_array_equal(changed, written)
+
+
+@pytest.mark.parametrize("config", list(CONFIGS))
+def test_other_programs_agree_to_rounding(config):
+    """Decoding with T = 1, and verifying in the chunked form, against the step of T columns."""
+    model = HybridModel.create(CONFIGS[config])
+    params = random_params(model)
+    step = jax.jit(whole_step, static_argnames="model")
+    expected_logits, expected = run(model, params, step, SPECULATIVE, DRAFTED)
+
+    one_by_one = prefilled(model, params)
+    logits = []
+    for t in range(STREAM):
+        output = decode(model, params, TOKENS[ROWS, PROMPT + t], one_by_one, OWNED)
+        one_by_one = output.cache
+        logits.append(output.logits)
+    chunked = HybridModel.create(CONFIGS[config], speculative_mode=SpeculativeMode.PREFILL)
+    chunked_logits, chunked_cache = run(chunked, params, step, SPECULATIVE, DRAFTED)
+    for actual_logits, cache in ((np.stack(logits, 1), one_by_one), (chunked_logits, chunked_cache)):
+        np.testing.assert_allclose(actual_logits, expected_logits, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(cache.mamba.ssm, expected.mamba.ssm, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(cache.mamba.conv, expected.mamba.conv, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(cache.lengths, expected.lengths)
+
+
+POLICIES = {
+    "dense": DTypePolicy.bfloat16(),
+    "moe": dataclasses.replace(DTypePolicy.float16(), ssm=jnp.float16),  # states of 16 bits too
+}
+
+
+@pytest.mark.parametrize("config", list(POLICIES))
+def test_16_bit_policies(config):
+    """The same bits, speculating or not; and as near to float32 with the same weights as their roundings allow."""
+    policy = POLICIES[config]
+    model, exact = HybridModel.create(CONFIGS[config], policy), HybridModel.create(CONFIGS[config])
+    params = random_params(model)
+    step = jax.jit(whole_step, static_argnames="model")
+    logits, cache = run(model, params, step, SPECULATIVE, DRAFTED)
+    assert logits.dtype == np.float32
+    stored = [(cache.mamba.ssm, policy.ssm), (cache.mamba.conv, policy.conv), (cache.kv.keys[0], policy.kv)]
+    assert all(array.dtype == dtype for array, dtype in stored)
+
+    plain_logits, plain = run(model, params, step, PLAIN)
+    assert_same_bits(logits, plain_logits, "logits")
+    assert_same_bits(cache.mamba.ssm, plain.mamba.ssm, "ssm")
+    assert_same_bits(cache.mamba.conv, plain.mamba.conv, "conv")
+
+    expected, _ = run(exact, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), step, SPECULATIVE, DRAFTED)
+    eps = float(jnp.finfo(policy.activations).eps)
+    scale = np.sqrt(np.mean(np.square(expected)))
+    error = (logits - expected) / scale
+    # About 16 roundings a layer, independent of each other: their sum grows with the root of their number.
+    allowed = eps * np.sqrt(16 * len(CONFIGS[config].layer_types))
+    spread = np.sqrt(np.mean(np.square(error)))
+    assert eps / 4 < spread < allowed, "not even rounded, or more than rounded"
+    assert np.abs(error).max() < 8 * allowed
+
+
+def test_chunked_prompts_and_idle_passes():
+    """Prompts in chunks, a last one of a single token, are prompts at once; an IDLE pass changes nothing."""
+    model = HybridModel.create(DENSE)
+    params = random_params(model)
+    total = PROMPT.max()
+    whole = prefill(model, params, TOKENS[:, :total], model.init_cache(SLOTS, MAX_LEN), OWNED, PROMPT)
+    cache = model.init_cache(SLOTS, MAX_LEN)
+    last = np.zeros_like(whole.logits)
+    for start, size in ((0, 3), (3, 3), (6, 1)):
+        counts = np.clip(PROMPT - start, 0, size).astype(np.int32)
+        output = prefill(model, params, TOKENS[:, start : start + size], cache, OWNED, counts)
+        cache = output.cache
+        last = np.where((counts > 0)[:, None], output.logits, last)
+    np.testing.assert_allclose(last, whole.logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(cache.mamba.ssm, whole.cache.mamba.ssm, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(cache.mamba.conv, whole.cache.mamba.conv, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(cache.lengths, whole.cache.lengths)
+
+    idle = model.prefill(params, TOKENS[:, :1], cache, slots=OWNED, num_tokens=0 * PROMPT + 1, mode=ForwardMode.IDLE)
+    jax.tree.map(lambda new, old: assert_same_bits(new, old, "idle"), idle.cache, cache)
+
+
+def test_hidden_layers_are_the_outputs_of_those_layers():
+    """Asked for in any order; the last one, normed and projected, gives the logits."""
+    model = HybridModel.create(DENSE, hidden_layers=(2, 0))
+    params = random_params(model)
+    draft = window(0 * PROMPT, np.full(len(OWNED), T), seed=0)
+    output = model.verify(params, draft, prefilled(model, params))
+    assert [leaf.shape for leaf in output.hidden] == [(len(OWNED), T, DENSE.hidden_size)] * 2
+    lm = nnx.merge(model.graphdef, params)
+    np.testing.assert_allclose(lm.logits(lm.norm(output.hidden[0])), output.logits, rtol=1e-6, atol=1e-6)
+    assert np.abs(output.hidden[0] - output.hidden[1]).max() > 0.1

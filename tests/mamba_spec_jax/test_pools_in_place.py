@@ -1,0 +1,136 @@
+"""The compiled step updates donated pools where they lie: no pool-sized copy, rewrite or temporary.
+
+Compiled for a cache far larger than anything else in the step, which is never allocated.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mamba_spec_jax.cache.records import Draft
+from mamba_spec_jax.models.hybrid_lm import HybridModel
+from mamba_spec_jax.modes import CommitStrategy, ForwardMode, SpeculativeMode
+
+from .tiny import CONFIGS, DENSE
+
+SLOTS, MAX_LEN, B, T = 4096, 2048, 2, 3
+ROWS = jax.ShapeDtypeStruct((B,), jnp.int32)
+TOKENS = jax.ShapeDtypeStruct((B, T), jnp.int32)
+# What may have a pool's shape: names for a buffer, and writes of a part into it.
+IN_PLACE = {
+    "parameter", "get-tuple-element", "tuple", "while", "bitcast", "dynamic-update-slice", "scatter", "fusion",
+}  # fmt: skip
+
+
+def abstract_cache(model):
+    return jax.eval_shape(lambda: model.init_cache(SLOTS, MAX_LEN))
+
+
+def verify_and_commit(model, track=False):
+    def step(params, cache, tokens, slots, lengths, steps, track_slots):
+        output = model.verify(params, Draft(tokens, lengths, slots), cache)
+        tracked = (track_slots, steps) if track else ()
+        return output.logits, model.backend.update_mamba_state_after_mtp_verify(
+            output.cache, output.record, steps, *tracked
+        )
+
+    return step, (TOKENS, ROWS, ROWS, ROWS, ROWS)
+
+
+def decode(model):
+    def step(params, cache, tokens, slots):
+        output = model.decode(params, tokens, cache, slots=slots)
+        return output.logits, output.cache
+
+    return step, (ROWS, ROWS)
+
+
+def prefill(model):
+    def step(params, cache, tokens, slots, num_tokens):
+        output = model.prefill(params, tokens, cache, slots=slots, num_tokens=num_tokens, mode=ForwardMode.EXTEND)
+        return output.logits, output.cache
+
+    return step, (TOKENS, ROWS, ROWS)
+
+
+def compiled(model, step, arguments, donate=True):
+    jitted = jax.jit(step, donate_argnums=1 if donate else ())
+    return jitted.lower(model.abstract_params(), abstract_cache(model), *arguments).compile()
+
+
+def rewritten(program, model) -> list[str]:
+    """Instructions whose result has a pool's shape and that do more than write a part of it."""
+    shapes = {
+        str(list(leaf.shape)).replace(" ", "") for leaf in jax.tree.leaves(abstract_cache(model)) if leaf.ndim > 1
+    }
+    found = re.findall(r"= \w+(\[[\d,]+\])\S* ([\w-]+)\(", program.as_text())
+    assert len(found) > 100, "the compiler's text has another form than this test reads"
+    return [f"{operation} {shape}" for shape, operation in found if shape in shapes and operation not in IN_PLACE]
+
+
+def allowed_temporaries(model) -> int:
+    """Bytes of what a step works on: attention's blocks and scores, the record twice over, states, activations."""
+    config, spec = model.config, model.backend.pool_spec
+    block = B * 256 * (3 * 2 * spec.kv_heads * spec.kv_head_dim + 2 * T * config.num_attention_heads) * 4
+    record = B * T * (spec.ssm_bytes() + spec.conv_bytes())
+    activations = B * T * 4 * 8 * (config.vocab_size + config.conv_channels + 2 * config.shared_intermediate_size)
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_params()))
+    return block + 2 * record + activations + weights
+
+
+def assert_in_place(program, model):
+    cache = abstract_cache(model)
+    pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
+    memory = program.memory_analysis()
+    assert rewritten(program, model) == []
+    assert memory.alias_size_in_bytes == sum(pools)
+    assert memory.temp_size_in_bytes < allowed_temporaries(model) < min(pools[:2]) / 4
+
+
+STEPS = {
+    "decode": (decode, {}),
+    "replayed decode": (decode, {"strategy": CommitStrategy.REPLAY}),
+    "verify": (verify_and_commit, {}),
+    "replayed verify": (verify_and_commit, {"strategy": CommitStrategy.REPLAY}),
+    "chunked verify": (verify_and_commit, {"speculative_mode": SpeculativeMode.PREFILL}),
+    "tracked verify": (lambda model: verify_and_commit(model, track=True), {}),
+    "prefill": (prefill, {}),
+}
+
+
+@pytest.mark.parametrize("name", list(STEPS))
+def test_a_step_allocates_its_window_only(name):
+    make, options = STEPS[name]
+    model = HybridModel.create(DENSE, **options)
+    assert_in_place(compiled(model, *make(model)), model)
+
+
+def test_rotary_experts_and_several_attention_layers_too():
+    model = HybridModel.create(CONFIGS["moe"])
+    assert_in_place(compiled(model, *decode(model)), model)
+
+
+def test_the_check_sees_a_copy_a_rewrite_and_a_temporary():
+    model = HybridModel.create(DENSE)
+    step, arguments = decode(model)
+    kept = compiled(model, step, arguments, donate=False)
+    assert {name.split()[0] for name in rewritten(kept, model)} == {"copy"}
+    assert len(rewritten(kept, model)) == 4, "ssm, conv, keys and values"
+
+    def selects(params, cache, tokens, slots):
+        logits, new = step(params, cache, tokens, slots)
+        return logits, jax.tree.map(lambda new, old: jnp.where(slots[0] >= 0, new, old), new, cache)
+
+    program = compiled(model, selects, arguments)
+    assert any(name.startswith("select") for name in rewritten(program, model))
+    assert program.memory_analysis().temp_size_in_bytes > allowed_temporaries(model)
+
+    def scales(params, cache, tokens, slots):
+        logits, new = step(params, cache, tokens, slots)
+        conv = new.mamba.conv * jnp.where(slots[0] >= 0, 1.0, 2.0)
+        return logits, dataclasses.replace(new, mamba=new.mamba.replace(conv=conv))
+
+    assert any(name.startswith("multiply") for name in rewritten(compiled(model, scales, arguments), model))
