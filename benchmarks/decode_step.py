@@ -1,0 +1,145 @@
+"""Cost of a decode step: verify(T) over decode, and where the time of a step goes.
+
+Steps run inside a compiled loop, as they do in a generation. Rows draft nothing, so that each step emits one token a
+row whatever T is: only the width differs.
+
+Run as `python -m benchmarks.decode_step`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import mamba_spec_jax as ms
+from benchmarks.timing import Prepare, Samples, measure, parser, report, rounded
+from mamba_spec_jax.assets import TINY
+from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
+
+METHODS: dict[str, ms.Greedy | ms.Sampling] = {"greedy": ms.Greedy(), "sampled": ms.Sampling()}
+STEPS = 16
+
+
+def main() -> None:
+    arguments = parser(__doc__, rounds=15)
+    arguments.add_argument("--model", default=str(TINY), help="folder or hub id (default: the bundled model)")
+    arguments.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    arguments.add_argument("--widths", type=int, nargs="+", default=list(range(1, 18)), metavar="T")
+    arguments.add_argument("--parts", type=int, nargs="*", default=[1, 5, 9], metavar="T", help="widths taken apart")
+    options = arguments.parse_args()
+    loaded = ms.load(options.model)
+
+    results = []
+    for batch in options.batch:
+        bench = StepBench(loaded, batch, max(*options.widths, *options.parts))
+        steps = {f"T = {width}": bench.step(width) for width in sorted({1, *options.widths})}
+        parts = {f"T = {width}, {part}": run for width in options.parts for part, run in bench.parts(width).items()}
+        samples = measure(steps | parts, options.rounds)
+        results.append(
+            {
+                "batch": batch,
+                "verify_over_decode": {case: rounded(samples.ratio(case, "T = 1")) for case in steps},
+                "microseconds": {case: _microseconds(samples, case) for case in steps},
+                "parts_microseconds": {case: _microseconds(samples, case) for case in parts},
+            }
+        )
+    report(options.json, "decode_step", {"model": options.model, "rounds": options.rounds}, results)
+
+
+def _microseconds(samples: Samples, case: str) -> float:
+    return rounded(samples.median(case) / STEPS * 1e6)
+
+
+class StepBench:
+    """A batch in the middle of a generation, and compiled loops over it."""
+
+    def __init__(self, loaded: ms.LoadedModel, batch: int, max_width: int):
+        tokenizer: Any = loaded.tokenizer
+        prompts = [tokenizer.encode(text).ids for text in demo_prompts(PromptKind.FREE, batch)]
+        self._model, self._params = loaded.model, loaded.params
+        self._drafter = ms.NgramDrafter(max_width - 1)
+        self._state = ms.init_decode(
+            self._model,
+            self._params,
+            prompts,
+            drafter=self._drafter,
+            max_drafts=max_width - 1,
+            max_new=64,
+            draft_limit=0,
+        )
+
+    def step(self, width: int) -> Prepare:
+        """Whole steps."""
+
+        def steps(params, state):
+            return ms.decode_steps(self._model, params, state, self._drafter, ms.Greedy(), width - 1, None, STEPS)
+
+        return self._looped(steps, self._state)
+
+    def parts(self, width: int) -> dict[str, Prepare]:
+        """What a step is made of, each in a loop of its own; they leave out what holds a step together."""
+        state, model = self._state, self._model
+        rows = state.requests.slots
+        draft = ms.Draft(
+            tokens=jnp.broadcast_to(state.tokens[:, :1], (rows.size, width)),
+            lengths=jnp.full_like(rows, width - 1),
+            slots=rows,
+        )
+        output = jax.jit(model.verify)(self._params, draft, state.cache)
+        parts = {
+            "verify": self._looped(_repeated(self._verify), (draft, state.cache)),
+            "commit": self._looped(_repeated(self._commit), (output.record, output.cache)),
+        }
+        for name, method in METHODS.items():
+            accept = _repeated(functools.partial(_accept, method, state))
+            parts[f"accept {name}"] = self._looped(accept, (draft, output.logits))
+        if width > 1:
+            propose = _repeated(functools.partial(self._propose, width - 1))
+            parts["propose"] = self._looped(propose, (state.tokens, state.lengths))
+        return parts
+
+    def _looped(self, loop: Callable, carry: Any) -> Prepare:
+        compiled = jax.jit(loop)
+        return lambda: lambda: compiled(self._params, carry)
+
+    def _verify(self, params, carry):
+        draft, cache = carry
+        output = self._model.verify(params, draft, cache)
+        tokens, _ = jax.lax.optimization_barrier((draft.tokens, (output.logits, output.record)))
+        return dataclasses.replace(draft, tokens=tokens), dataclasses.replace(output.cache, awaiting_commit=False)
+
+    def _commit(self, params, carry):
+        record, cache = carry
+        steps = jnp.zeros_like(record.slots)
+        cache = self._model.backend.update_mamba_state_after_mtp_verify(cache, record, steps)
+        return record, dataclasses.replace(cache, awaiting_commit=True)
+
+    def _propose(self, num_drafts, params, carry):
+        tokens, lengths = carry
+        proposal = self._drafter.propose((), tokens, lengths, num_drafts)
+        return jax.lax.optimization_barrier((carry, proposal))[0]
+
+
+def _accept(method, state, params, carry):
+    draft, logits = carry
+    result = ms.accept(
+        method,
+        logits,
+        draft,
+        seeds=state.requests.seeds,
+        positions=state.lengths[:, None] + jnp.arange(logits.shape[1], dtype=jnp.int32),
+        temperature=state.requests.temperature,
+    )
+    return jax.lax.optimization_barrier((carry, result))[0]
+
+
+def _repeated(part: Callable) -> Callable:
+    """A loop of as many repetitions as there are steps; each must hand on what it was given, through its result."""
+    return lambda params, carry: jax.lax.fori_loop(0, STEPS, lambda _, carry: part(params, carry), carry)
+
+
+if __name__ == "__main__":
+    main()
