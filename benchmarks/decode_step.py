@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import mamba_spec_jax as ms
 from benchmarks.timing import Prepare, Samples, measure, parser, report, rounded
-from mamba_spec_jax.assets import TINY
+from mamba_spec_jax.cli.options import BUNDLED, title_of
 from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
 
 METHODS: dict[str, ms.Greedy | ms.Sampling] = {"greedy": ms.Greedy(), "sampled": ms.Sampling()}
@@ -25,7 +25,7 @@ STEPS = 16
 
 def main() -> None:
     arguments = parser(__doc__, rounds=15)
-    arguments.add_argument("--model", default=str(TINY), help="folder or hub id (default: the bundled model)")
+    arguments.add_argument("--model", default=BUNDLED, help="folder or hub id (default: the bundled model)")
     arguments.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     arguments.add_argument("--widths", type=int, nargs="+", default=list(range(1, 18)), metavar="T")
     arguments.add_argument("--parts", type=int, nargs="*", default=[1, 5, 9], metavar="T", help="widths taken apart")
@@ -46,7 +46,7 @@ def main() -> None:
                 "parts_microseconds": {case: _microseconds(samples, case) for case in parts},
             }
         )
-    report(options.json, "decode_step", {"model": options.model, "rounds": options.rounds}, results)
+    report(options.json, "decode_step", {"model": title_of(options.model), "rounds": options.rounds}, results)
 
 
 def _microseconds(samples: Samples, case: str) -> float:
@@ -74,10 +74,11 @@ class StepBench:
     def step(self, width: int) -> Prepare:
         """Whole steps."""
 
+        @jax.jit
         def steps(params, state):
             return ms.decode_steps(self._model, params, state, self._drafter, ms.Greedy(), width - 1, None, STEPS)
 
-        return self._looped(steps, self._state)
+        return lambda: lambda: steps(self._params, self._state)
 
     def parts(self, width: int) -> dict[str, Prepare]:
         """What a step is made of, each in a loop of its own; they leave out what holds a step together."""
@@ -89,56 +90,62 @@ class StepBench:
             slots=rows,
         )
         output = jax.jit(model.verify)(self._params, draft, state.cache)
+        accepting = {f"accept {name}": functools.partial(_accept, method, state) for name, method in METHODS.items()}
         parts = {
-            "verify": self._looped(_repeated(self._verify), (draft, state.cache)),
-            "commit": self._looped(_repeated(self._commit), (output.record, output.cache)),
+            "verify": self._repeated(self._verify, draft, dataclasses.replace(output, cache=state.cache)),
+            "commit": self._repeated(self._commit, output.record, output.cache),
         }
-        for name, method in METHODS.items():
-            accept = _repeated(functools.partial(_accept, method, state))
-            parts[f"accept {name}"] = self._looped(accept, (draft, output.logits))
+        for name, accept in accepting.items():
+            parts[name] = self._repeated(accept, (draft, output.logits))
         if width > 1:
-            propose = _repeated(functools.partial(self._propose, width - 1))
-            parts["propose"] = self._looped(propose, (state.tokens, state.lengths))
+            propose = functools.partial(self._propose, width - 1)
+            parts["propose"] = self._repeated(propose, (state.tokens, state.lengths))
         return parts
 
-    def _looped(self, loop: Callable, carry: Any) -> Prepare:
-        compiled = jax.jit(loop)
-        return lambda: lambda: compiled(self._params, carry)
+    def _repeated(self, part: Callable, given: Any, carry: Any = None) -> Prepare:
+        """As many repetitions as there are steps.
 
-    def _verify(self, params, carry):
-        draft, cache = carry
-        output = self._model.verify(params, draft, cache)
-        tokens, _ = jax.lax.optimization_barrier((draft.tokens, (output.logits, output.record)))
-        return dataclasses.replace(draft, tokens=tokens), dataclasses.replace(output.cache, awaiting_commit=False)
+        Each part adds a zero that the compiler cannot know to be one, or the work would be done once, outside the loop;
+        and its whole result is carried, or what nobody reads would not be done at all.
+        """
 
-    def _commit(self, params, carry):
-        record, cache = carry
-        steps = jnp.zeros_like(record.slots)
+        @jax.jit
+        def loop(params, given, carry):
+            def body(i, carry):
+                return part(params, given, carry, jnp.minimum(i, 0))
+
+            return jax.lax.fori_loop(0, STEPS, body, carry)
+
+        if carry is None:
+            shapes = jax.eval_shape(part, self._params, given, None, jnp.int32(0))
+            carry = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return lambda: lambda: loop(self._params, given, carry)
+
+    def _verify(self, params, draft, output, zero):
+        draft = dataclasses.replace(draft, tokens=draft.tokens + zero, slots=draft.slots + zero)
+        output = self._model.verify(params, draft, output.cache)
+        return dataclasses.replace(output, cache=dataclasses.replace(output.cache, awaiting_commit=False))
+
+    def _commit(self, params, record, cache, zero):
+        steps = jnp.zeros_like(record.slots) + zero
         cache = self._model.backend.update_mamba_state_after_mtp_verify(cache, record, steps)
-        return record, dataclasses.replace(cache, awaiting_commit=True)
+        return dataclasses.replace(cache, awaiting_commit=True)
 
-    def _propose(self, num_drafts, params, carry):
-        tokens, lengths = carry
-        proposal = self._drafter.propose((), tokens, lengths, num_drafts)
-        return jax.lax.optimization_barrier((carry, proposal))[0]
+    def _propose(self, num_drafts, params, text, proposal, zero):
+        tokens, lengths = text
+        return self._drafter.propose((), tokens + zero, lengths, num_drafts)
 
 
-def _accept(method, state, params, carry):
-    draft, logits = carry
-    result = ms.accept(
+def _accept(method, state, params, given, result, zero):
+    draft, logits = given
+    return ms.accept(
         method,
-        logits,
+        logits + zero.astype(logits.dtype),
         draft,
         seeds=state.requests.seeds,
         positions=state.lengths[:, None] + jnp.arange(logits.shape[1], dtype=jnp.int32),
         temperature=state.requests.temperature,
     )
-    return jax.lax.optimization_barrier((carry, result))[0]
-
-
-def _repeated(part: Callable) -> Callable:
-    """A loop of as many repetitions as there are steps; each must hand on what it was given, through its result."""
-    return lambda params, carry: jax.lax.fori_loop(0, STEPS, lambda _, carry: part(params, carry), carry)
 
 
 if __name__ == "__main__":
