@@ -142,32 +142,51 @@ def window_scan(
     y, _ = _chunk_outputs(h, inputs, A, D)
     if snapshots is None:
         return y, None
-    c = jnp.cumsum(inputs.dt * A, axis=1)
-    weights = _causal_decay(c) * inputs.dt[:, None]  # [B, T, T, H]
+    sums = _running_sums(rounded(inputs.dt * A))
+    weights = _causal_decay(sums) * inputs.dt[:, None]  # [B, T, T, H]
     B = _heads(inputs.B, h.shape[1])
     states = jnp.einsum("btjh,bjhp,bjhn->bthpn", weights, inputs.x, B, precision=_EXACT)
-    states = states + jnp.exp(c)[..., None, None] * h[:, None]
+    states = states + jnp.exp(sums[0])[..., None, None] * h[:, None]
     return y, snapshots.at[index].set(states.astype(snapshots.dtype))
 
 
 def _chunk_outputs(h: Array, window: SSMInputs, A: Array, D: Array) -> tuple[Array, Array]:
     """Outputs of one chunk from the state before it, and each token's decay up to the chunk's end `[B, T, H]`."""
     H = h.shape[1]
-    c = jnp.cumsum(window.dt * A, axis=1)
+    sums = _running_sums(rounded(window.dt * A))
     scores = jnp.einsum("btgn,bjgn->btjg", window.C, window.B, precision=_EXACT)
-    weights = jnp.repeat(scores, H // scores.shape[-1], axis=-1) * _causal_decay(c) * window.dt[:, None]
+    weights = jnp.repeat(scores, H // scores.shape[-1], axis=-1) * _causal_decay(sums) * window.dt[:, None]
     y = jnp.einsum("btjh,bjhp->bthp", weights, window.x, precision=_EXACT)
     carried = jnp.einsum("bhpn,bthn->bthp", h, _heads(window.C, H), precision=_EXACT)
-    y = y + jnp.exp(c)[..., None] * carried + D[:, None] * window.x
-    return y, jnp.exp(c[:, -1:] - c)
+    y = y + jnp.exp(sums[0])[..., None] * carried + D[:, None] * window.x
+    return y, jnp.exp(_difference([c[:, -1:] for c in sums], sums))
 
 
-def _causal_decay(c: Array) -> Array:
-    """`exp(c_t - c_j)` for j <= t and 0 elsewhere, `[B, T, T, H]` (t before j) from `c [B, T, H]`."""
-    T = c.shape[1]
+def _running_sums(a: Array) -> tuple[Array, Array]:
+    """`c_t = a_1 + .. + a_t` along axis 1, and what rounding took from it, so that differences of c keep their digits.
+
+    A decay from token j to t is exp(c_t - c_j), and c may have grown a thousandfold of that difference.
+    """
+
+    def add(x, y):
+        total = x[0] + y[0]
+        added = total - x[0]
+        return total, x[1] + y[1] + ((x[0] - (total - added)) + (y[0] - added))
+
+    return jax.lax.associative_scan(add, (a, jnp.zeros_like(a)), axis=1)
+
+
+def _difference(sums, others) -> Array:
+    return (sums[0] - others[0]) + (sums[1] - others[1])
+
+
+def _causal_decay(sums: tuple[Array, Array]) -> Array:
+    """`exp(c_t - c_j)` for j <= t and 0 elsewhere, `[B, T, T, H]` (t before j)."""
+    T = sums[0].shape[1]
     causal = jnp.tril(jnp.ones((T, T), bool))[None, :, :, None]
+    between = _difference([c[:, :, None] for c in sums], [c[:, None] for c in sums])
     # Masked before the exponential: above the diagonal the difference is positive and may overflow.
-    return jnp.exp(jnp.where(causal, c[:, :, None] - c[:, None], -jnp.inf))
+    return jnp.exp(jnp.where(causal, between, -jnp.inf))
 
 
 def _heads(grouped: Array, heads: int) -> Array:
