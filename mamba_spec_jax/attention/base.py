@@ -6,7 +6,7 @@ import flax.struct
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Rows, Tokens
-from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths
+from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths, slot_index
 from mamba_spec_jax.cache.records import VerifyRecord
 from mamba_spec_jax.modes import ForwardMode
 
@@ -21,7 +21,7 @@ class ForwardBatch:
         num_tokens: `[B]` real tokens of each row in this pass; the columns behind them change nothing.
         positions: `[B, T]` absolute position of each token.
         mode: what the pass is for (static).
-        kv_len: how many cache positions attention looks at (static).
+        kv_len: how many cache positions attention looks at, at least (static).
     """
 
     slots: Rows
@@ -46,7 +46,8 @@ class ForwardBatch:
         if not 0 < kv_len <= cache.max_len:
             raise ValueError(f"kv_len is {kv_len}, expected 1..{cache.max_len} (the cache's max_len)")
         lengths = gather_lengths(cache, slots)
-        num_tokens = jnp.where(slots >= 0, jnp.clip(num_tokens, 0, width), 0)
+        exists = slot_index(slots, cache.slots) < cache.slots
+        num_tokens = jnp.where(exists, jnp.clip(num_tokens, 0, width), 0)
         positions = lengths[:, None] + jnp.arange(width, dtype=jnp.int32)
         return cls(slots, lengths, num_tokens, positions, mode, kv_len)
 

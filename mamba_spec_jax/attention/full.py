@@ -17,7 +17,8 @@ class FullAttention:
 
     Keys are visited in blocks of `block` positions in a fixed order (online softmax, Milakov and Gimelshein 2018), so
     that temporaries are one block of keys, values and scores, and a token's result has the same bits wherever it stands
-    in its window and whatever the static length `kv_len` is: a block beyond its position changes nothing.
+    in its window and whatever the static length `kv_len` is: that only says how many blocks are visited, and a block
+    beyond a token's position changes nothing.
 
     Attributes:
         scale: multiplies the scores.
@@ -43,8 +44,8 @@ class FullAttention:
 
     def _attend(self, query: Array, keys: KVBuffer, values: KVBuffer, batch: ForwardBatch) -> Array:
         B, T, Hq, Dh = query.shape
-        Hkv = keys.shape[2]
-        block = min(self.block, batch.kv_len)
+        max_len, Hkv = keys.shape[1:3]
+        block = min(self.block, max_len)
         query = (query * jnp.asarray(self.scale, query.dtype)).reshape(B, T, Hkv, Hq // Hkv, Dh)
         end = (batch.lengths + batch.num_tokens)[:, None]
         precision = jax.lax.Precision.HIGHEST
@@ -53,7 +54,7 @@ class FullAttention:
             top, total, mixed = carry
             # The last block is shifted back into the buffer; what it repeats of its predecessor is masked out.
             first = step * block
-            start = jnp.minimum(first, batch.kv_len - block)
+            start = jnp.minimum(first, max_len - block)
             position = start + jnp.arange(block, dtype=jnp.int32)[None]
             written = (position >= first) & (position < end)  # [B, block]
             k = _read_rows(keys, batch.slots, start, block)

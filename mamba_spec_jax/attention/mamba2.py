@@ -170,7 +170,7 @@ class Mamba2:
         nodes = [steps] if track_steps is None else [steps, track_steps]
         folded = [self._replay(pool, record, node) for node in nodes]
         source = jax.tree.map(lambda *states: jnp.stack(states, axis=2), *folded)
-        has_slot = slot_index(record.slots, pool.ssm.shape[1]) == record.slots
+        has_slot = slot_index(record.slots, pool.ssm.shape[1]) < pool.ssm.shape[1]
         entries = [jnp.where(has_slot & (node >= 0), i, -1) for i, node in enumerate(nodes)]
         return state_scatter(
             pool,
