@@ -82,7 +82,7 @@ def make_inputs(backend: HybridLinearAttnBackend, rows: int, tokens: int, seed: 
     rng, linear = np.random.default_rng(seed), backend.linear
     xBC = rng.normal(size=(backend.num_layers, rows, tokens, linear.conv_channels))
     dt = rng.normal(size=(backend.num_layers, rows, tokens, linear.heads))
-    return np.asarray(jnp.asarray(xBC, dtype)), np.asarray(jnp.asarray(dt, dtype))
+    return np.array(jnp.asarray(xBC, dtype)), np.array(jnp.asarray(dt, dtype))
 
 
 def poisoned_cache(backend: HybridLinearAttnBackend, slots: int = SLOTS) -> HybridCache:

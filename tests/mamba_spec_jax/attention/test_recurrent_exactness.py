@@ -173,7 +173,7 @@ def test_tracked_slots_receive_the_state_at_their_node(strategy, case):
     backend = make_backend(strategy, **CASES[case])
     num_tokens = np.array([T, 1, 5, T, 3], np.int32)
     slots = np.array([4, 9, 0, -1, 2], np.int32)
-    outside = slots + np.array([0, SLOTS, 0, 0, 0], np.int32)
+    outside = np.where(ROWS == 1, SLOTS, slots).astype(np.int32)
     _, cache, record = scene.verify(backend, scene.cache, slots, num_tokens, ROWS, 0 * ROWS)
     steps = [5, 0, 4, 3, -1]
     # Before the accepted node, at it, no slot, a padding row, and a row that accepts nothing but publishes a state.
