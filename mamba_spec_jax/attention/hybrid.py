@@ -40,12 +40,15 @@ class HybridAttnBackend:
         """Checks the children and pairs them.
 
         Raises:
-            TypeError: a child that has to commit lacks the commit or has another signature, or the children work on
-                different pools.
+            TypeError: a child is no backend, one that has to commit lacks the commit or has another signature, or the
+                children work on different pools.
         """
         backend = cls(prefill, decode, speculative_mode)
         verifier = backend.select(ForwardMode.TARGET_VERIFY)
         for name, child in (("prefill", prefill), ("decode", decode)):
+            for needed in ("pool_spec", "init_record", "forward"):
+                if not hasattr(child, needed):
+                    raise TypeError(f"the {name} child, {type(child).__name__}, has no {needed}: it is no backend")
             # DECODE defers its state too, so the decode child always commits.
             if child is verifier or child is decode:
                 _check_commit(name, child)

@@ -130,19 +130,12 @@ class HybridLinearAttnBackend:
                 f"{'only the steps' if mamba_track_indices is None else 'only the indices'}"
             )
         rows = record.slots.shape
-        for name, value in (
-            ("last_correct_step_indices", last_correct_step_indices),
-            ("mamba_track_indices", mamba_track_indices),
-            ("mamba_steps_to_track", mamba_steps_to_track),
-        ):
-            if value is not None and (value.shape != rows or not jnp.issubdtype(value.dtype, jnp.integer)):
-                raise ValueError(f"{name} is {value.dtype}{list(value.shape)}, expected int32{list(rows)}")
-
-        def real(nodes):
-            return None if nodes is None else jnp.where(nodes < record.num_tokens, jnp.maximum(nodes, -1), -1)
-
-        steps = real(last_correct_step_indices)
-        pool = self.linear.commit(cache.mamba, record, steps, mamba_track_indices, real(mamba_steps_to_track))
+        steps = _real_nodes(record, _indices("last_correct_step_indices", last_correct_step_indices, rows))
+        track_slots = track_steps = None
+        if mamba_track_indices is not None and mamba_steps_to_track is not None:
+            track_slots = _indices("mamba_track_indices", mamba_track_indices, rows)
+            track_steps = _real_nodes(record, _indices("mamba_steps_to_track", mamba_steps_to_track, rows))
+        pool = self.linear.commit(cache.mamba, record, steps, track_slots, track_steps)
         lengths = advance_lengths(cache, record.slots, steps + 1)
         return dataclasses.replace(cache, mamba=pool, lengths=lengths, awaiting_commit=False)
 
@@ -153,6 +146,17 @@ class HybridLinearAttnBackend:
 
     def _owner(self, mode: ForwardMode) -> RecordSpec:
         return RecordSpec(backend=self, mode=mode, strategy=self.linear.strategy)
+
+
+def _indices(name: str, value: Rows, rows: tuple[int, ...]) -> Rows:
+    if value.shape != rows or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise ValueError(f"{name} is {value.dtype}{list(value.shape)}, expected int32{list(rows)}")
+    return value.astype(jnp.int32)
+
+
+def _real_nodes(record: VerifyRecord, nodes: Rows) -> Rows:
+    """The nodes at which a real token stands, -1 for all others."""
+    return jnp.where(nodes < record.num_tokens, jnp.maximum(nodes, -1), -1)
 
 
 def _available_after(num_tokens: Rows, output: Array) -> Rows:
