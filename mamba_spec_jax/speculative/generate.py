@@ -1,23 +1,26 @@
 """Whole generations: prompts in, tokens out, in compiled chunks of steps that the host only looks at in between."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_spec_jax.array_types import RowFlags, Rows, Tokens
+from mamba_spec_jax.array_types import Array, Int32, RowFlags, Rows, Tokens
 from mamba_spec_jax.speculative.decode import DecodeState, Statistics, decode_steps
 from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.prompts import init_decode
-from mamba_spec_jax.speculative.protocol import Drafter, Proposal, SpeculativeModel
+from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import Greedy, Method
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
+
+_JUDGED_DRAFTS = 4  # made in a plain chunk; each costs one `propose`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +49,19 @@ class ChunkReport:
         emitted: `[B]` tokens emitted in the chunk.
         tokens: `[B, N T]` those tokens.
         active: `[B]` rows that go on.
+        remaining: `[B]` tokens each row may still emit, 0 for those that do not go on.
         passes: `[B]` verify passes each row was active in.
-        foreseen: `[B]` leading tokens of a draft made at the chunk's start that came true; -1 where none was made.
+        foreseen: `[J, B]` leading tokens that came true of J drafts made on the way, only to be judged; -1 where none
+            was made. J is 0 in chunks that draft.
     """
 
     lengths: Rows
     emitted: Rows
     tokens: Tokens
     active: RowFlags
+    remaining: Rows
     passes: Rows
-    foreseen: Rows
+    foreseen: Int32[Array, "J B"]
 
 
 def generate(
@@ -80,7 +86,8 @@ def generate(
         depth: drafts a step; "auto" lets measured cost and acceptance decide; the drafter's maximum by default.
         method: how tokens are chosen.
         stops: what ends a row, besides its budget.
-        chunk_steps: steps compiled into one program; the host looks at the rows only after each.
+        chunk_steps: steps compiled into one program; the host looks at the rows only after each. An automatic depth
+            takes fewer at a time where it drafts.
         **requests: of the rows, see `init_decode`: max_new, min_new, draft_limit, seeds, temperature, logprobs.
 
     Raises:
@@ -133,26 +140,37 @@ def decode_chunks(
         raise ValueError(f"chunk_steps is {chunk_steps}, expected at least 1")
     stops = StopConditions.create() if stops is None else stops
     ahead = 0 if jax.default_backend() == "cpu" else 1
-    most_remaining = int(np.max(jax.device_get(jnp.where(state.active, state.requests.max_new - state.new_tokens, 0))))
-    in_flight: list[tuple[ChunkReport, int, bool, float]] = []
+    most_remaining = int(np.max(jax.device_get(_remaining(state))))
+    in_flight: list[_InFlight] = []
     last_read = 0.0
     while most_remaining > 0 or in_flight:
         if most_remaining > 0:
             num_drafts, programs, enqueued = policy.choose(), _compiled_programs(), time.perf_counter()
+            steps = policy.steps(num_drafts, chunk_steps)
             state, report = _run_chunk(
-                model, params, state, drafter, method, num_drafts, stops, chunk_steps, policy.max_drafts
+                model, params, state, drafter, method, num_drafts, stops, steps, policy.max_drafts
             )
-            in_flight.append((report, num_drafts, _compiled_programs() == programs, enqueued))
-            most_remaining -= chunk_steps  # every active row emits at least one token a step
+            in_flight.append(_InFlight(report, num_drafts, steps, _compiled_programs() == programs, enqueued))
+            most_remaining -= steps  # every active row emits at least one token a step
         if len(in_flight) > ahead or most_remaining <= 0:
-            device_report, num_drafts, was_warm, enqueued = in_flight.pop(0)
-            report = jax.device_get(device_report)
-            seconds = time.perf_counter() - max(enqueued, last_read)
+            chunk = in_flight.pop(0)
+            report = jax.device_get(chunk.report)
+            seconds = time.perf_counter() - max(chunk.enqueued, last_read)
             last_read = time.perf_counter()
-            policy.observe(_costs(report, num_drafts, seconds / chunk_steps if was_warm else None))
+            policy.observe(_costs(report, chunk.num_drafts, seconds / chunk.steps if chunk.was_warm else None))
             yield state, report
             if not report.active.any():
                 return
+
+
+class _InFlight(NamedTuple):
+    """A chunk that was enqueued and not yet read; one that had to be compiled first was not warm."""
+
+    report: ChunkReport
+    num_drafts: int
+    steps: int
+    was_warm: bool
+    enqueued: float
 
 
 def collect(state: DecodeState) -> Generation:
@@ -172,19 +190,28 @@ def collect(state: DecodeState) -> Generation:
 
 def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, max_drafts):
     before = state
-    foreseen = jnp.full_like(state.lengths, -1)
-    judged = num_drafts == 0 and max_drafts > 0
-    if judged:
+    looks = 0 if num_drafts or not max_drafts else math.gcd(num_steps, _JUDGED_DRAFTS)
+
+    def decode(state, num_steps):
+        return decode_steps(model, params, state, drafter, method, num_drafts, stops, num_steps)
+
+    def look_and_decode(state, _):
         proposal = drafter.propose(state.drafter, state.tokens, state.lengths, max_drafts)
-    state = decode_steps(model, params, state, drafter, method, num_drafts, stops, num_steps)
-    window = _window(state.tokens, before.lengths, num_steps * (num_drafts + 1))
-    if judged:
-        foreseen = _foreseen(proposal, window, state.lengths - before.lengths, before.active)
+        counts = jnp.where(state.active, proposal.lengths, -1)
+        return decode(state, num_steps // looks), (proposal.tokens, counts, state.lengths)
+
+    if looks:
+        state, (drafts, counts, starts) = jax.lax.scan(look_and_decode, state, length=looks)
+        foreseen = jax.vmap(_foreseen, in_axes=(0, 0, 0, None))(drafts, counts, starts, state)
+    else:
+        state = decode(state, num_steps)
+        foreseen = jnp.zeros((0, state.lengths.size), jnp.int32)
     report = ChunkReport(
         lengths=state.lengths,
         emitted=state.lengths - before.lengths,
-        tokens=window,
+        tokens=_window(state.tokens, before.lengths, num_steps * (num_drafts + 1)),
         active=state.active,
+        remaining=_remaining(state),
         passes=state.statistics.passes - before.statistics.passes,
         foreseen=foreseen,
     )
@@ -204,19 +231,26 @@ def _window(tokens: Tokens, start: Rows, size: int) -> Tokens:
     return jnp.take_along_axis(tokens, jnp.minimum(columns, tokens.shape[1] - 1), axis=1)
 
 
-def _foreseen(proposal: Proposal, window: Tokens, emitted: Rows, active: RowFlags) -> Rows:
-    """How many leading drafts turned out right, for rows that decoded far enough to tell."""
-    K = min(proposal.tokens.shape[1], window.shape[1])
-    real = jnp.arange(K) < jnp.minimum(proposal.lengths, emitted)[:, None]
-    right = jnp.cumprod(real & (proposal.tokens[:, :K] == window[:, :K]), axis=1, dtype=jnp.int32)
-    return jnp.where(active, jnp.sum(right, axis=1, dtype=jnp.int32), -1)
+def _remaining(state: DecodeState) -> Rows:
+    return jnp.where(state.active, state.requests.max_new - state.new_tokens, 0)
+
+
+def _foreseen(drafts: Tokens, counts: Rows, starts: Rows, state: DecodeState) -> Rows:
+    """How many of the first `counts[b]` drafts came true in what was decoded from `starts[b]` on; -1 for count -1."""
+    following = _window(state.tokens, starts, drafts.shape[1])
+    real = jnp.arange(drafts.shape[1]) < jnp.minimum(counts, state.lengths - starts)[:, None]
+    right = jnp.cumprod(real & (drafts == following), axis=1, dtype=jnp.int32)
+    return jnp.where(counts < 0, -1, jnp.sum(right, axis=1, dtype=jnp.int32))
 
 
 def _costs(report: ChunkReport, num_drafts: int, seconds_per_step: float | None) -> ChunkCosts:
-    judged = report.foreseen >= 0
-    return ChunkCosts(
-        num_drafts=num_drafts,
-        seconds_per_step=seconds_per_step,
-        tokens_per_pass=float(report.emitted.sum() / report.passes.sum()) if report.passes.any() else None,
-        expected_tokens_per_pass=1 + float(report.foreseen[judged].mean()) if judged.any() else None,
+    tokens, passes, remaining, foreseen = map(
+        np.asarray, (report.emitted, report.passes, report.remaining, report.foreseen)
     )
+    if not num_drafts:
+        # Drafts are made at places spread evenly over the text, most of which long copies cover. Their mean would be
+        # far above that of consecutive passes, which see each copy once: it is passes per token that may be averaged.
+        passes = (foreseen >= 0).sum(axis=0)
+        passes_per_token = np.where(foreseen >= 0, 1 / (1.0 + foreseen.clip(0)), 0).sum(axis=0)
+        tokens = passes**2 / np.where(passes, passes_per_token, 1)
+    return ChunkCosts(num_drafts, seconds_per_step, tokens, passes, remaining)

@@ -1,72 +1,137 @@
-"""Automatic depth on synthetic costs: it follows what pays, and hardly pays for what does not."""
+"""Automatic depth on synthetic costs and texts: it follows what pays, and hardly pays for what does not."""
 
+import numpy as np
 import pytest
 
 from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, FixedDepth
 
+CHUNK_STEPS, LOOKS = 16, 4
 
-def simulate(policy, ratio, tokens, chunks):
-    """Seconds per token relative to plain decoding; `tokens(chunk)` is what a full-depth pass emits then."""
-    spent = emitted = 0.0
-    chosen = []
-    for chunk in range(chunks):
+
+def costs(depth, seconds, tokens, passes, remaining=100):
+    rows = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, float)) for value in (tokens, passes, remaining)))
+    return ChunkCosts(depth, seconds, *rows)
+
+
+def simulate(policy, ratio, rates, new_tokens=512):
+    """How many times sooner a batch is done than with plain steps, and the depth of every chunk.
+
+    `rates(position)` are the tokens `[B]` that a full-depth pass of each row emits at a position of the slowest row.
+    """
+    position = np.zeros(len(rates(0)))
+    spent, chosen = 0.0, []
+    while position.min() < new_tokens:
         depth = policy.choose()
         chosen.append(depth)
-        cost, gained = (ratio, tokens(chunk)) if depth else (1.0, 1.0)
-        spent, emitted = spent + cost, emitted + gained
-        policy.observe(ChunkCosts(depth, cost, gained, None if depth else tokens(chunk)))
-    return spent / emitted, chosen
+        active = position < new_tokens
+        rate, steps = rates(position.min()), policy.steps(depth, CHUNK_STEPS)
+        spent += steps * (ratio if depth else 1.0)
+        position = np.where(active, position + steps * (rate if depth else 1), position)
+        passes = np.where(active, steps if depth else LOOKS, 0)
+        remaining = np.maximum(new_tokens - position, 0)
+        policy.observe(costs(depth, ratio if depth else 1.0, passes * rate, passes, remaining))
+    return new_tokens / spent, chosen
 
 
-@pytest.mark.parametrize("ratio", [1.5, 2.5, 4.0])
-@pytest.mark.parametrize("tokens", [1.0, 1.3, 1.9])
-def test_useless_drafts_cost_nothing(ratio, tokens):
-    relative, chosen = simulate(AutoDepth(8), ratio, lambda _: tokens, 8)
-    if tokens < ratio:
-        assert relative == 1.0
+@pytest.mark.parametrize("ratio", [1.3, 2.0, 3.5])
+@pytest.mark.parametrize("rate", [1.0, 1.5, 1.9])
+def test_useless_drafts_cost_nothing(ratio, rate):
+    sooner, chosen = simulate(AutoDepth(8), ratio, lambda _: np.array([rate]))
+    if rate < ratio:
+        assert sooner == 1
         assert set(chosen) == {0}
 
 
-def test_useful_drafts_are_taken_after_one_plain_chunk():
-    relative, chosen = simulate(AutoDepth(8), 2.0, lambda _: 4.0, 40)
+def test_useful_drafts_are_taken_up_soon():
+    sooner, chosen = simulate(AutoDepth(8), 2.0, lambda _: np.array([5.0]))
     assert chosen[0] == 0
     assert set(chosen[1:]) == {8}
-    assert relative < 0.55
+    assert sooner > 2
 
 
-def test_a_promise_that_is_not_kept_costs_one_chunk():
-    _, chosen = simulate(AutoDepth(8), 3.0, lambda _: 2.2, 20)
+@pytest.mark.parametrize("rate", [2.2, 2.6])
+def test_a_promise_that_is_not_kept_costs_little(rate):
+    sooner, chosen = simulate(AutoDepth(8), 3.5, lambda _: np.array([rate]))
     assert chosen.count(8) == 1
+    assert sooner > 0.97
 
 
 def test_it_follows_the_text_both_ways():
     policy = AutoDepth(8)
-    _, chosen = simulate(policy, 2.0, lambda chunk: 4.0 if 10 <= chunk < 30 else 1.0, 50)
-    assert set(chosen[:10]) == {0}
-    assert set(chosen[14:30]) == {8}
-    assert set(chosen[36:]) == {0}
+    simulate(policy, 2.0, lambda _: np.array([5.0]))  # an earlier generation, from which it knows the cost
+    _, chosen = simulate(policy, 2.0, lambda at: np.array([5.0 if 300 <= at < 900 else 1.0]), new_tokens=1200)
+    changes = [i for i in range(1, len(chosen)) if chosen[i] != chosen[i - 1]]
+    assert len(changes) == 3  # off, on, off
+    assert changes[0] <= 8
+    assert changes[1] - changes[0] <= 24  # 300 tokens, and a few chunks to be sure
+    assert chosen[-1] == 0
+
+
+def test_the_slowest_row_decides():
+    """The mean rate of 5.7 is far above the cost, but the batch is done when its last row is."""
+    sooner, chosen = simulate(AutoDepth(8), 3.0, lambda _: np.array([1.1, 8.0, 8.0]))
+    assert chosen.count(8) <= 2  # the first chunk says too little of the row by itself
+    assert sooner > 0.96
+    # Once that row has little left, it no longer does.
+    policy = AutoDepth(8)
+    policy.observe(costs(0, 1.0, [4.4, 32, 32], [4, 4, 4], [5, 100, 100]))
+    assert policy.choose() == 8
+
+
+def test_few_passes_say_little():
+    policy = AutoDepth(8)
+    for _ in range(4):
+        policy.observe(costs(0, 1.0, 4.0, 4.0))
+    policy.observe(costs(0, 1.0, 9.0, 1.0))
+    assert policy.choose() == 0
+    for _ in range(3):
+        policy.observe(costs(0, 1.0, 36.0, 4.0))
+    assert policy.choose() == 8
 
 
 def test_a_slow_outlier_does_not_stick():
     policy = AutoDepth(4)
-    policy.observe(ChunkCosts(0, 50.0, 1.0, 3.0))
-    policy.observe(ChunkCosts(0, 1.0, 1.0, 3.0))
-    policy.observe(ChunkCosts(4, 2.0, 3.0, None))
+    policy.observe(costs(0, 50.0, 16.0, 4.0))
+    policy.observe(costs(0, 1.0, 16.0, 4.0))
+    assert policy.cost_ratio is None
+    policy.observe(costs(4, 2.0, 16.0, 4.0))
     assert policy.cost_ratio == 2.0
     assert policy.choose() == 4
 
 
 def test_chunks_that_say_nothing_change_nothing():
     policy = AutoDepth(4)
-    policy.observe(ChunkCosts(0, None, None, None))
+    policy.observe(costs(0, None, 0.0, 0.0))
     assert policy.choose() == 0
+    policy.observe(costs(0, 1.0, 16.0, 4.0))
+    assert policy.choose() == 4
     assert policy.cost_ratio is None
+    policy.observe(costs(4, None, 0.0, 0.0, remaining=0.0))  # compiled first, and every row finished
+    assert policy.choose() == 4
+    assert policy.cost_ratio is None
+
+
+def test_another_batch_starts_afresh():
+    policy = AutoDepth(8)
+    policy.observe(costs(0, 1.0, 32.0, 4.0))
+    policy.observe(costs(8, 2.0, 32.0, 4.0))
+    assert policy.choose() == 8
+    policy.observe(costs(0, 1.0, [4.0, 4.0], [4.0, 4.0]))
+    assert policy.choose() == 0
+    assert policy.cost_ratio == 2.0
+
+
+def test_chunks_at_full_depth_are_short():
+    policy = AutoDepth(8)
+    assert [policy.steps(depth, 16) for depth in (0, 8)] == [16, 4]
+    assert policy.steps(8, 1) == 1
 
 
 def test_fixed_depth_is_fixed():
     policy = FixedDepth(3)
-    policy.observe(ChunkCosts(3, 9.0, 1.0, None))
+    policy.observe(costs(3, 9.0, 1.0, 1.0))
     assert policy.choose() == 3
+    assert policy.steps(3, 16) == 16
 
 
 def test_automatic_depth_needs_drafts():

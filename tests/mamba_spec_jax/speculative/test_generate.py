@@ -276,29 +276,44 @@ class JudgedOnly:
     def choose(self):
         return 0
 
+    def steps(self, num_drafts, chunk_steps):
+        return chunk_steps
+
     def observe(self, costs):
         self.seen.append(costs)
 
 
 def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
-    drafter, policy, chunk_steps = ms.NgramDrafter(DRAFTS), JudgedOnly(), 4
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=[22, 2, 9])
-    tokens, lengths, active = (np.array(leaf) for leaf in (state.tokens, state.lengths, state.active))
+    """Eight plain steps a chunk, with a look every other step."""
+    drafter, policy, budgets = ms.NgramDrafter(DRAFTS), JudgedOnly(), [22, 2, 9]
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=budgets)
+    lengths, reports = np.array(state.lengths), []
+    ends = lengths + budgets
+    for newest, report in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 8):
+        state = newest
+        reports.append(report)
+    tokens = np.array(state.tokens)
+
     judged = []
-    for newest, report in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, chunk_steps):
-        proposal = drafter.propose((), jnp.asarray(tokens), jnp.asarray(lengths), DRAFTS)
-        after = np.array(newest.tokens)
-        for row, start in enumerate(lengths):
-            count = min(int(proposal.lengths[row]), int(report.emitted[row]))
-            pairs = zip(proposal.tokens[row, :count].tolist(), after[row, start : start + count].tolist(), strict=True)
-            right = next((i for i, (draft, token) in enumerate(pairs) if draft != token), count)
-            assert report.foreseen[row] == (right if active[row] else -1)
-            judged.append(right)
-        expected = 1 + np.mean(report.foreseen[report.foreseen >= 0])
-        assert policy.seen[-1].expected_tokens_per_pass == pytest.approx(expected)
-        assert policy.seen[-1].tokens_per_pass == 1
-        tokens, lengths, active = after, np.array(newest.lengths), np.array(newest.active)
-    assert len(policy.seen) == 6
+    for report, costs in zip(reports, policy.seen, strict=True):
+        expected = np.full((4, len(PROMPTS)), -1)
+        for look, row in np.ndindex(expected.shape):
+            at = lengths[row] + 2 * look
+            if at < ends[row]:
+                proposal = drafter.propose((), tokens[row : row + 1], jnp.asarray([at], jnp.int32), DRAFTS)
+                count = min(int(proposal.lengths[0]), int(report.lengths[row] - at))
+                wrong = np.flatnonzero(proposal.tokens[0, :count] != tokens[row, at : at + count])
+                expected[look, row] = wrong[0] if wrong.size else count
+                judged.append(expected[look, row])
+        np.testing.assert_array_equal(report.foreseen, expected)
+        np.testing.assert_array_equal(report.remaining, ends - report.lengths)
+        for row in range(len(PROMPTS)):
+            passes = [1 / (1 + right) for right in expected[:, row] if right >= 0]
+            assert costs.passes[row] == len(passes)
+            assert costs.tokens[row] == pytest.approx(len(passes) ** 2 / sum(passes) if passes else 0)
+        np.testing.assert_array_equal(costs.remaining, report.remaining)
+        lengths = report.lengths
+    assert len(reports) == 3
     assert {0, DRAFTS} <= set(judged)
 
 
