@@ -75,7 +75,8 @@ class AutoDepth:
 
     Attributes:
         max_drafts: K of a full-depth pass.
-        promise: how many times fewer steps hindsight must promise for a first try, while its cost is unknown.
+        promise: how many times fewer steps hindsight must promise for a first try, while its cost is unknown. A try
+            weighs less the longer plain steps have run, so less is asked for then: half the surplus after 16 chunks.
         margin: how much sooner than with plain steps the batch must be done for full depth to be taken up again.
         memory: weight of what was seen earlier, chunk by chunk.
     """
@@ -90,6 +91,7 @@ class AutoDepth:
         self._seconds: dict[int, float] = {}
         self._tokens = self._passes = np.zeros(0)
         self._depth = 0
+        self._plain_chunks = 0
 
     @property
     def cost_ratio(self) -> float | None:
@@ -108,6 +110,7 @@ class AutoDepth:
         seconds, depth = costs.seconds_per_step, costs.num_drafts
         if seconds is not None:
             self._seconds[depth] = min(seconds, self._seconds.get(depth, seconds))
+        self._plain_chunks += not depth
         if self._passes.shape != costs.passes.shape:
             self._tokens = self._passes = np.zeros(costs.passes.shape)
         self._tokens = self.memory * self._tokens + costs.tokens
@@ -116,7 +119,7 @@ class AutoDepth:
             return
         fewer_steps = costs.remaining.max() / (costs.remaining / self._rates()).max()
         if self.cost_ratio is None:
-            worth_it = fewer_steps >= self.promise
+            worth_it = fewer_steps >= 1 + (self.promise - 1) * 16 / (16 + self._plain_chunks)
         else:
             worth_it = fewer_steps / self.cost_ratio > (1.0 if self._depth else 1 + self.margin)
         self._depth = self.max_drafts if worth_it else 0

@@ -34,12 +34,19 @@ def simulate(policy, ratio, rates, new_tokens=512):
 
 
 @pytest.mark.parametrize("ratio", [1.3, 2.0, 3.5])
-@pytest.mark.parametrize("rate", [1.0, 1.5, 1.9])
-def test_useless_drafts_cost_nothing(ratio, rate):
-    sooner, chosen = simulate(AutoDepth(8), ratio, lambda _: np.array([rate]))
-    if rate < ratio:
-        assert sooner == 1
-        assert set(chosen) == {0}
+def test_useless_drafts_cost_nothing(ratio):
+    sooner, chosen = simulate(AutoDepth(8), ratio, lambda _: np.array([1.1]), new_tokens=2048)
+    assert sooner == 1
+    assert set(chosen) == {0}
+
+
+@pytest.mark.parametrize(("ratio", "least"), [(1.2, 1.2), (3.5, 0.98)])
+def test_modest_drafts_are_tried_once_a_try_weighs_little(ratio, least):
+    sooner, chosen = simulate(AutoDepth(8), ratio, lambda _: np.array([1.6]), new_tokens=1024)
+    tried = chosen.index(8)
+    assert 8 <= tried <= 16
+    assert set(chosen[tried:]) == ({8} if ratio < 1.6 else {0, 8})
+    assert sooner > least
 
 
 def test_useful_drafts_are_taken_up_soon():
@@ -80,6 +87,7 @@ def test_the_slowest_row_decides():
 
 def test_few_passes_say_little():
     policy = AutoDepth(8)
+    policy.observe(costs(8, 2.0, 4.0, 4.0))
     for _ in range(4):
         policy.observe(costs(0, 1.0, 4.0, 4.0))
     policy.observe(costs(0, 1.0, 9.0, 1.0))
