@@ -1,7 +1,7 @@
 """Plain decoding here against Hugging Face transformers, on the same weights: batch 1, greedy, float32.
 
 Both generate the same number of tokens from the same prompts, prefill included, in turns. transformers runs in a
-process of its own, under a Python that has torch and transformers (`--python`): the dependency group `oracles` has both.
+process of its own, under a Python that has torch and transformers (`--python`); the group `oracles` has both.
 
 Run as `python -m benchmarks.transformers_baseline --python PATH`.
 """
