@@ -70,14 +70,14 @@ def test_against_float64(block):
         assert_same_bits(buffer, wanted, "only real tokens are written, at their positions")
 
 
-@pytest.mark.parametrize("block", [8, 16, 256])
+@pytest.mark.parametrize("block", [8, 256])
 def test_the_static_length_changes_no_bit(block):
     """Shorter than a block, a multiple of it or not: the longest row ends at 22."""
     inputs, kv = scene()
     attention = FullAttention(0.3, block)
     whole, _ = run(attention, MAX_LEN, (SLOT, LENGTHS, COUNTS), inputs, kv)
     real = np.arange(T) < COUNTS[:, None]
-    for kv_len in (22, 24, 40):
+    for kv_len in (22, 40):
         output, _ = run(attention, kv_len, (SLOT, LENGTHS, COUNTS), inputs, kv)
         assert_same_bits(np.asarray(output)[real], np.asarray(whole)[real], f"kv_len {kv_len}")
 
