@@ -5,7 +5,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,19 @@ Prepare = Callable[[], Callable[[], Any]]
 class Samples:
     """Seconds of every case in every round."""
 
-    def __init__(self, seconds: Mapping[str, list[float]]):
+    def __init__(self, seconds: Mapping[Hashable, list[float]]):
         self.seconds = dict(seconds)
 
-    def median(self, case: str) -> float:
+    def median(self, case: Hashable) -> float:
         return statistics.median(self.seconds[case])
 
-    def ratio(self, case: str, baseline: str) -> float:
+    def ratio(self, case: Hashable, baseline: Hashable) -> float:
         """The median over rounds of one case's time over another's: what slows a whole round down cancels out."""
         pairs = zip(self.seconds[case], self.seconds[baseline], strict=True)
         return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
-def measure(cases: Mapping[str, Prepare], rounds: int) -> Samples:
+def measure(cases: Mapping[Any, Prepare], rounds: int) -> Samples:
     """Times every case once a round, in turns.
 
     Args:
@@ -39,7 +39,7 @@ def measure(cases: Mapping[str, Prepare], rounds: int) -> Samples:
             it compiles in a round before the first that counts.
         rounds: how many count.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    seconds: dict[Hashable, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
         for name, prepare in cases.items():
             run = prepare()
