@@ -45,11 +45,11 @@ CONFIGS = {"dense": DENSE, "moe": MOE}
 
 @functools.cache
 def random_params(model: HybridModel, seed: int = 0):
-    """Weights in which nothing is zero or one: biases, norms and skips count too."""
+    """Weights in which nothing is zero or one: biases, norms and skips count too. Much cheaper than `init_params`."""
     rng = np.random.default_rng(seed)
 
-    def perturbed(leaf):
-        noise = 0.2 * rng.normal(size=leaf.shape)
-        return (leaf.astype(jnp.float32) + jnp.asarray(noise, jnp.float32)).astype(leaf.dtype)
+    def draw(leaf):
+        scale, offset = (0.3, 0.5) if len(leaf.shape) < 2 else (leaf.shape[-2] ** -0.5, 0)
+        return jnp.asarray(rng.normal(offset, scale, leaf.shape), jnp.float32).astype(leaf.dtype)
 
-    return jax.tree.map(perturbed, model.init_params(seed))
+    return jax.tree.map(draw, model.abstract_params())
