@@ -58,7 +58,9 @@ def prefill(model):
 
 def compiled(model, step, arguments, donate=True):
     jitted = jax.jit(step, donate_argnums=1 if donate else ())
-    return jitted.lower(model.abstract_params(), abstract_cache(model), *arguments).compile()
+    lowered = jitted.lower(model.abstract_params(), abstract_cache(model), *arguments)
+    # Buffers are assigned before machine code is made, and nobody runs it: no need to make it well.
+    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
 
 
 def rewritten(program, model) -> list[str]:
