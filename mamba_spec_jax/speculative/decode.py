@@ -208,16 +208,22 @@ def decode_until_finished(
     method: Method,
     num_drafts: int,
     stops: StopConditions | None = None,
+    max_steps: int | None = None,
 ) -> DecodeState:
-    """Steps until every row has finished, as one `while_loop`: for programs that embed a whole generation.
+    """Steps until every row has finished, or `max_steps` of them, as one `while_loop`: for programs that embed it.
 
     On a GPU the loop's predicate is read on the host after every step; `generate` avoids that.
     """
-    return jax.lax.while_loop(
-        lambda carry: jnp.any(carry.active),
-        lambda carry: speculative_decode_step(model, params, carry, drafter, method, num_drafts, stops),
-        state,
-    )
+
+    def goes_on(carry):
+        state, steps = carry
+        return jnp.any(state.active) & (True if max_steps is None else steps < max_steps)
+
+    def step(carry):
+        state, steps = carry
+        return speculative_decode_step(model, params, state, drafter, method, num_drafts, stops), steps + 1
+
+    return jax.lax.while_loop(goes_on, step, (state, jnp.int32(0)))[0]
 
 
 def _propose(drafter: Drafter, state: DecodeState, num_drafts: int) -> Proposal:

@@ -1,6 +1,7 @@
 """How many tokens to draft: a fixed number, or whatever pays, from measured cost and acceptance."""
 
 import dataclasses
+import math
 from typing import Protocol
 
 import numpy as np
@@ -8,6 +9,8 @@ import numpy as np
 # Tokens emitted by passes that nobody has seen: so many passes of one token each count as evidence against drafts, and
 # as many of the batch's mean rate count towards a row's.
 _PRIOR_PASSES = 4
+_SHORTER_CHUNKS = 16  # a chunk at full depth has so many times fewer steps than a plain one
+_UNKNOWN_RATIO = 2.0  # cost of a full-depth step over that of a plain one, before it was measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +19,7 @@ class ChunkCosts:
 
     Attributes:
         num_drafts: K it ran with.
+        steps: how many it ran.
         seconds_per_step: wall time of one step; None where it says nothing, as when the chunk was compiled first.
         tokens: `[B]` tokens that full-depth passes emitted in each row, measured, or judged in hindsight by drafts that
             were made on the way and compared with what was then decoded plainly.
@@ -24,6 +28,7 @@ class ChunkCosts:
     """
 
     num_drafts: int
+    steps: int
     seconds_per_step: float | None
     tokens: np.ndarray
     passes: np.ndarray
@@ -35,6 +40,10 @@ class DepthPolicy(Protocol):
 
     @property
     def max_drafts(self) -> int: ...
+
+    def start(self, remaining: np.ndarray) -> None:
+        """A generation begins, whose rows may emit `remaining [B]` tokens."""
+        ...
 
     def choose(self) -> int: ...
 
@@ -50,6 +59,9 @@ class FixedDepth:
     """Always `max_drafts` drafts."""
 
     max_drafts: int
+
+    def start(self, remaining: np.ndarray) -> None:
+        """Every generation is like any other."""
 
     def choose(self) -> int:
         return self.max_drafts
@@ -69,29 +81,40 @@ class AutoDepth:
     is done when its slowest row is, so what counts is how much sooner that one would be.
 
     While plain steps run, the drafter is judged in hindsight, so no pass is spent on finding out whether drafts are
-    worth it: the first chunk is plain, and full depth is tried once hindsight promises enough. Chunks at full depth are
-    short, so that a try costs little where it disappoints. An instance may serve many generations of one model and
-    batch size: what it has learnt of costs stays.
+    worth it: the first chunk is plain, and full depth is tried once hindsight promises enough. Estimates mislead, so
+    full depth is a bet with a stake: it runs only while the batch, should the next passes emit one token each, would
+    still be done within `1 + stake` times the plain steps. What was won adds to what may be lost. Chunks at full depth
+    are short for the same reason. An instance may serve many generations, one after another, of one model and batch
+    size: what it has learnt of costs stays.
 
     Attributes:
         max_drafts: K of a full-depth pass.
         promise: how many times fewer steps hindsight must promise for a first try, while its cost is unknown. A try
-            weighs less the longer plain steps have run, so less is asked for then: half the surplus after 16 chunks.
+            weighs less the longer plain steps have run, so less is asked for then: half the surplus after 16 chunks,
+            but never less than the margin.
         margin: how much sooner than with plain steps the batch must be done for full depth to be taken up again.
-        memory: weight of what was seen earlier, chunk by chunk.
+        memory: weight of what was seen earlier, pass by pass.
+        stake: what may be lost, as a share of the plain steps of the whole generation.
     """
 
-    def __init__(self, max_drafts: int, *, promise: float = 2.0, margin: float = 0.25, memory: float = 0.75):
+    def __init__(
+        self,
+        max_drafts: int,
+        *,
+        promise: float = 1.5,
+        margin: float = 0.1,
+        memory: float = 0.93,
+        stake: float = 0.03,
+    ):
         if max_drafts < 1:
             raise ValueError(f"AutoDepth.max_drafts is {max_drafts}, expected at least 1")
         self.max_drafts = max_drafts
         self.promise = promise
         self.margin = margin
         self.memory = memory
+        self.stake = stake
         self._seconds: dict[int, float] = {}
-        self._tokens = self._passes = np.zeros(0)
-        self._depth = 0
-        self._plain_chunks = 0
+        self.start(np.zeros(0))
 
     @property
     def cost_ratio(self) -> float | None:
@@ -100,29 +123,48 @@ class AutoDepth:
             return None
         return self._seconds[self.max_drafts] / self._seconds[0]
 
+    def start(self, remaining: np.ndarray) -> None:
+        self._tokens = self._passes = np.zeros(remaining.shape)
+        self._depth = 0
+        self._plain_chunks = 0
+        self._plain_steps = self._remaining = remaining.max(initial=0)  # of all of it, and to do, were they all plain
+        self._steps = [0, 0]  # run plainly, and at full depth
+        self._bet = 1  # steps of the next chunk at full depth
+
     def choose(self) -> int:
         return self._depth
 
     def steps(self, num_drafts: int, chunk_steps: int) -> int:
-        return max(1, chunk_steps // 4) if num_drafts else chunk_steps
+        self._bet = max(1, chunk_steps // _SHORTER_CHUNKS)
+        return self._bet if num_drafts else chunk_steps
 
     def observe(self, costs: ChunkCosts) -> None:
-        seconds, depth = costs.seconds_per_step, costs.num_drafts
-        if seconds is not None:
-            self._seconds[depth] = min(seconds, self._seconds.get(depth, seconds))
+        depth = costs.num_drafts
+        if costs.seconds_per_step is not None:
+            self._seconds[depth] = min(costs.seconds_per_step, self._seconds.get(depth, math.inf))
+        self._remaining = costs.remaining.max()
+        self._steps[depth > 0] += costs.steps
         self._plain_chunks += not depth
-        if self._passes.shape != costs.passes.shape:
-            self._tokens = self._passes = np.zeros(costs.passes.shape)
-        self._tokens = self.memory * self._tokens + costs.tokens
-        self._passes = self.memory * self._passes + costs.passes
-        if 0 not in self._seconds or not costs.remaining.any():
-            return
-        fewer_steps = costs.remaining.max() / (costs.remaining / self._rates()).max()
+        kept = self.memory ** costs.passes.max()
+        self._tokens = kept * self._tokens + costs.tokens
+        self._passes = kept * self._passes + costs.passes
+        if 0 in self._seconds and costs.remaining.any():
+            worth_it = self._is_promising(costs.remaining) and self._is_covered()
+            self._depth = self.max_drafts if worth_it else 0
+
+    def _is_promising(self, remaining: np.ndarray) -> bool:
+        fewer_steps = remaining.max() / (remaining / self._rates()).max()
         if self.cost_ratio is None:
-            worth_it = fewer_steps >= 1 + (self.promise - 1) * 16 / (16 + self._plain_chunks)
-        else:
-            worth_it = fewer_steps / self.cost_ratio > (1.0 if self._depth else 1 + self.margin)
-        self._depth = self.max_drafts if worth_it else 0
+            promise = 1 + (self.promise - 1) * 16 / (16 + self._plain_chunks)
+            return fewer_steps > max(promise, 1 + self.margin)
+        return fewer_steps / self.cost_ratio > (1.0 if self._depth else 1 + self.margin)
+
+    def _is_covered(self) -> bool:
+        """Whether a chunk whose passes emit one token each would leave the losses within the stake."""
+        ratio = _UNKNOWN_RATIO if self.cost_ratio is None else self.cost_ratio
+        plain, full = self._steps
+        lost = plain + full * ratio + self._remaining - self._plain_steps
+        return lost + self._bet * (ratio - 1) <= self.stake * self._plain_steps
 
     def _rates(self) -> np.ndarray:
         """`[B]` tokens that a full-depth pass is expected to emit."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_spec_jax.array_types import Array, Int32, RowFlags, Rows, Tokens
-from mamba_spec_jax.speculative.decode import DecodeState, Statistics, decode_steps
+from mamba_spec_jax.speculative.decode import DecodeState, Statistics, decode_steps, decode_until_finished
 from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.prompts import init_decode
@@ -139,8 +139,10 @@ def decode_chunks(
     if chunk_steps < 1:
         raise ValueError(f"chunk_steps is {chunk_steps}, expected at least 1")
     stops = StopConditions.create() if stops is None else stops
-    ahead = 0 if jax.default_backend() == "cpu" else 1
-    most_remaining = int(np.max(jax.device_get(_remaining(state))))
+    ahead = 0 if _host_is_device() else 1
+    remaining = np.asarray(jax.device_get(_remaining(state)))
+    most_remaining = int(remaining.max(initial=0))
+    policy.start(remaining)
     in_flight: list[_InFlight] = []
     last_read = 0.0
     while most_remaining > 0 or in_flight:
@@ -150,14 +152,14 @@ def decode_chunks(
             state, report = _run_chunk(
                 model, params, state, drafter, method, num_drafts, stops, steps, policy.max_drafts
             )
-            in_flight.append(_InFlight(report, num_drafts, steps, _compiled_programs() == programs, enqueued))
+            in_flight.append(_InFlight(report, num_drafts, _compiled_programs() == programs, enqueued))
             most_remaining -= steps  # every active row emits at least one token a step
         if len(in_flight) > ahead or most_remaining <= 0:
             chunk = in_flight.pop(0)
             report = jax.device_get(chunk.report)
             seconds = time.perf_counter() - max(chunk.enqueued, last_read)
             last_read = time.perf_counter()
-            policy.observe(_costs(report, chunk.num_drafts, seconds / chunk.steps if chunk.was_warm else None))
+            policy.observe(_costs(report, chunk.num_drafts, seconds if chunk.was_warm else None))
             yield state, report
             if not report.active.any():
                 return
@@ -168,7 +170,6 @@ class _InFlight(NamedTuple):
 
     report: ChunkReport
     num_drafts: int
-    steps: int
     was_warm: bool
     enqueued: float
 
@@ -192,8 +193,11 @@ def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, 
     before = state
     looks = 0 if num_drafts or not max_drafts else math.gcd(num_steps, _JUDGED_DRAFTS)
 
+    # A trip count that is known keeps an accelerator from asking the host; a CPU can as well stop in time.
+    loop = decode_until_finished if _host_is_device() else decode_steps
+
     def decode(state, num_steps):
-        return decode_steps(model, params, state, drafter, method, num_drafts, stops, num_steps)
+        return loop(model, params, state, drafter, method, num_drafts, stops, num_steps)
 
     def look_and_decode(state, _):
         proposal = drafter.propose(state.drafter, state.tokens, state.lengths, max_drafts)
@@ -221,6 +225,10 @@ def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, 
 _run_chunk = jax.jit(_chunk, static_argnums=(0, 3, 4, 5, 7, 8), donate_argnums=2)
 
 
+def _host_is_device() -> bool:
+    return jax.default_backend() == "cpu"
+
+
 def _compiled_programs() -> int:
     """How many chunk programs exist: a chunk whose call adds one has spent its time compiling."""
     return _run_chunk._cache_size()  # type: ignore[attr-defined]
@@ -243,14 +251,15 @@ def _foreseen(drafts: Tokens, counts: Rows, starts: Rows, state: DecodeState) ->
     return jnp.where(counts < 0, -1, jnp.sum(right, axis=1, dtype=jnp.int32))
 
 
-def _costs(report: ChunkReport, num_drafts: int, seconds_per_step: float | None) -> ChunkCosts:
+def _costs(report: ChunkReport, num_drafts: int, seconds: float | None) -> ChunkCosts:
     tokens, passes, remaining, foreseen = map(
         np.asarray, (report.emitted, report.passes, report.remaining, report.foreseen)
     )
+    steps = max(1, int(passes.max()))  # those in which no row was active count for nothing
     if not num_drafts:
         # Drafts are made at places spread evenly over the text, most of which long copies cover. Their mean would be
         # far above that of consecutive passes, which see each copy once: it is passes per token that may be averaged.
         passes = (foreseen >= 0).sum(axis=0)
         passes_per_token = np.where(foreseen >= 0, 1 / (1.0 + foreseen.clip(0)), 0).sum(axis=0)
         tokens = passes**2 / np.where(passes, passes_per_token, 1)
-    return ChunkCosts(num_drafts, seconds_per_step, tokens, passes, remaining)
+    return ChunkCosts(num_drafts, steps, None if seconds is None else seconds / steps, tokens, passes, remaining)

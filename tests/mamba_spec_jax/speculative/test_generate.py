@@ -259,10 +259,16 @@ def test_a_step_deeper_than_its_state_is_refused(model, params):
 def test_while_loop_form_gives_the_same(model, params, plain):
     drafter = ms.NgramDrafter(DRAFTS)
     state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=24)
-    finished = jax.jit(lambda state: ms.decode_until_finished(model, params, state, drafter, ms.Greedy(), DRAFTS))(
-        state
-    )
-    assert collect(finished).tokens == plain
+
+    @jax.jit
+    def some_steps(state):
+        return ms.decode_until_finished(model, params, state, drafter, ms.Greedy(), DRAFTS, max_steps=5)
+
+    state = some_steps(state)
+    assert state.statistics.passes.max() == 5
+    while state.active.any():
+        state = some_steps(state)
+    assert collect(state).tokens == plain
 
 
 class JudgedOnly:
@@ -272,6 +278,9 @@ class JudgedOnly:
 
     def __init__(self):
         self.seen = []
+
+    def start(self, remaining):
+        self.remaining = remaining
 
     def choose(self):
         return 0
