@@ -18,8 +18,8 @@ def device_bytes() -> int | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def require_fits(what: str, parts: Mapping[str, int]) -> None:
-    """Raises MemoryError naming the parts if they cannot fit; inside a trace, where nothing is allocated, never."""
+def require_fits(what: str, parts: Mapping[str, int], remedy: str) -> None:
+    """Raises MemoryError naming parts and remedy if they cannot fit; inside a trace, which allocates nothing, never."""
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         return
     needed, available = sum(parts.values()), device_bytes()
@@ -27,7 +27,7 @@ def require_fits(what: str, parts: Mapping[str, int]) -> None:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         raise MemoryError(
             f"{what} needs {format_bytes(needed)} ({listed}), but the device has {format_bytes(available)}: "
-            "use fewer slots, a shorter max_len or smaller dtypes"
+            f"use {remedy}"
         )
 
 

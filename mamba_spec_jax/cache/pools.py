@@ -120,7 +120,8 @@ class HybridCache:
             "conv": spec.conv_bytes(slots),
             "keys and values": spec.kv_bytes(slots, max_len),
         }
-        require_fits(f"a cache of {slots} slots of {max_len} tokens", parts)
+        remedy = "fewer slots, a shorter max_len or smaller dtypes"
+        require_fits(f"a cache of {slots} slots of {max_len} tokens", parts, remedy)
         kv_shape = spec.kv_shape(slots, max_len)
         keys, values = (
             tuple(jnp.zeros(kv_shape, spec.kv_dtype) for _ in range(spec.attention_layers)) for _ in range(2)

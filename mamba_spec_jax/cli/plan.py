@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import huggingface_hub
 import typer
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +20,7 @@ from mamba_spec_jax.cli.options import (
     title_of,
 )
 from mamba_spec_jax.cli.runtime import choose_policy, describe
-from mamba_spec_jax.models.checkpoint import read_json
+from mamba_spec_jax.models.checkpoint import locate, read_json
 from mamba_spec_jax.models.families import config_from_hf
 from mamba_spec_jax.models.memory import MemoryPlan, plan_memory
 from mamba_spec_jax.modes import CommitStrategy
@@ -52,15 +50,7 @@ def plan(
 def _config_file(model: str) -> Path:
     """`config.json` of a folder or of a hub model, or the file itself; nothing else is downloaded."""
     path = Path(model).expanduser()
-    if path.is_dir():
-        return path / "config.json"
-    if path.is_file():
-        return path
-    try:
-        return Path(huggingface_hub.hf_hub_download(model, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{model} is not a folder, and the hub did not give its config.json: {reason}") from error
+    return path if path.is_file() else locate(model, files=("config.json",)) / "config.json"
 
 
 def _table(title: str, memory: MemoryPlan, available: int | None) -> Table:

@@ -165,8 +165,9 @@ def demo_prompts(kind: PromptKind, count: int) -> list[str]:
 
 
 def _prompt(kind: PromptKind, old: str, new: str, code: str) -> str:
+    """Without a newline at the end: the tokenizer joins it to the indentation that follows."""
     if kind is PromptKind.EDIT:
-        return f"{code}\n# rename {old} to {new}\n"
+        return f"{code}\n# rename {old} to {new}"
     if kind is PromptKind.REPEAT:
-        return f"{code}\n# again\n"
-    return f"{code}\n"
+        return f"{code}\n# again"
+    return code

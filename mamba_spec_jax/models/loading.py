@@ -123,7 +123,8 @@ def _read_params(
     weights = list(family.weights(model.config))
     _check(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
     dtype = model.policy.params
-    require_fits(f"{folder}", {"weights": sum(map(math.prod, shapes.values())) * dtype.itemsize})
+    size = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    require_fits(f"{folder}", {"weights": size}, "a smaller dtype of params in the policy, or a smaller model")
 
     loaded = {}
     for weight in rich.progress.track(weights, "Loading weights", disable=not progress):

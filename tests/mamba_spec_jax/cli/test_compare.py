@@ -73,7 +73,7 @@ def test_prompts_differ_and_ask_for_what_they_say():
     for kind in PromptKind:
         assert len(set(demo_prompts(kind, NUM_PROMPTS))) == NUM_PROMPTS
     for free, edit, repeat in zip(*(demo_prompts(kind, NUM_PROMPTS) for kind in PromptKind), strict=True):
-        assert repeat == free + "# again\n"
+        assert repeat == free + "\n# again"
         mark, _, old, _, new = edit.removeprefix(free).split()
         assert mark == "#"
         assert old in free

@@ -44,20 +44,20 @@ def test_plan_needs_no_weights(run, fails, folder, tmp_path):
 def test_plan_asks_the_hub_for_the_configuration_alone(run, fails, folder, monkeypatch):
     asked = []
 
-    def download(name, file):
-        asked.append((name, file))
-        return str(folder / file)
+    def download(name, *, allow_patterns, **options):
+        asked.append((name, allow_patterns))
+        return str(folder)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     run("plan", "--model", "someone/model")
-    assert asked == [("someone/model", "config.json")]
+    assert asked == [("someone/model", ["config.json"])]
 
-    def unreachable(name, file):
+    def unreachable(name, **options):
         raise LocalEntryNotFoundError("no connection\nand more")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     line = fails("plan", "--model", "someone/model")
-    assert line == "someone/model is not a folder, and the hub did not give its config.json: no connection"
+    assert line == "someone/model is not a folder, and the hub did not give it: no connection"
 
 
 def test_doctor_says_what_dispatch_chooses(run):
