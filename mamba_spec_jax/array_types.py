@@ -9,6 +9,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
 Tokens = Int32[Array, "B T"]
+Parents = Int32[Array, "B T"]
+Ancestors = Bool[Array, "B T T"]
 Rows = Int32[Array, "B"]
 RowFlags = Bool[Array, "B"]
 Seeds = UInt32[Array, "B"]
@@ -20,6 +22,7 @@ ConvPool = Float[Array, "L S W-1 C"]
 KVBuffer = Float[Array, "S M Hkv Dh"]
 
 __all__ = [
+    "Ancestors",
     "Array",
     "Bool",
     "ConvPool",
@@ -28,6 +31,7 @@ __all__ = [
     "Int32",
     "KVBuffer",
     "Logits",
+    "Parents",
     "RowFlags",
     "Rows",
     "SSMPool",

@@ -5,9 +5,10 @@ from typing import Any, Protocol
 import flax.struct
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Float, Rows, Tokens
+from mamba_spec_jax.array_types import Ancestors, Array, Float, Parents, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths, slot_index
 from mamba_spec_jax.cache.records import VerifyRecord
+from mamba_spec_jax.cache.tree import ancestor_mask, earlier_parents
 from mamba_spec_jax.modes import ForwardMode
 
 
@@ -22,6 +23,8 @@ class ForwardBatch:
         positions: `[B, T]` absolute position of each token.
         mode: what the pass is for (static).
         kv_len: how many cache positions attention looks at, at least (static).
+        parents: `[B, T]` of a draft tree, None where columns follow each other.
+        ancestors: `[B, T, T]` the columns each column of a tree sees, itself included; None without parents.
     """
 
     slots: Rows
@@ -30,6 +33,8 @@ class ForwardBatch:
     positions: Tokens
     mode: ForwardMode = flax.struct.field(pytree_node=False)
     kv_len: int = flax.struct.field(pytree_node=False)
+    parents: Parents | None = None
+    ancestors: Ancestors | None = None
 
     @classmethod
     def create(
@@ -40,6 +45,7 @@ class ForwardBatch:
         num_tokens: Rows,
         width: int,
         kv_len: int | None = None,
+        parents: Parents | None = None,
     ) -> "ForwardBatch":
         """Rows of `width` columns over `cache`; `kv_len` None looks at the whole buffer."""
         kv_len = cache.max_len if kv_len is None else kv_len
@@ -48,8 +54,19 @@ class ForwardBatch:
         lengths = gather_lengths(cache, slots)
         exists = slot_index(slots, cache.slots) < cache.slots
         num_tokens = jnp.where(exists, jnp.clip(num_tokens, 0, width), 0)
-        positions = lengths[:, None] + jnp.arange(width, dtype=jnp.int32)
-        return cls(slots, lengths, num_tokens, positions, mode, kv_len)
+        if parents is None:
+            positions = lengths[:, None] + jnp.arange(width, dtype=jnp.int32)
+            return cls(slots, lengths, num_tokens, positions, mode, kv_len)
+        ancestors = ancestor_mask(parents)
+        positions = lengths[:, None] + jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
+        return cls(slots, lengths, num_tokens, positions, mode, kv_len, earlier_parents(parents), ancestors)
+
+    @property
+    def cache_rows(self) -> Tokens:
+        """`[B, T]` where the keys of each column are written: behind the committed ones, a tree's node by node."""
+        if self.parents is None:
+            return self.positions
+        return self.lengths[:, None] + jnp.arange(self.positions.shape[1], dtype=jnp.int32)
 
     @property
     def is_real(self) -> Array:

@@ -1,4 +1,4 @@
-"""Full attention over the key/value buffers: a window's keys are written first and read back under a position mask."""
+"""Full attention over the key/value buffers: a window's keys are written first and read back under a mask."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Float, KVBuffer
+from mamba_spec_jax.array_types import Array, Float, Int32, KVBuffer, Rows
 from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
 from mamba_spec_jax.cache.pools import KVCache, slot_index
 
@@ -31,7 +31,10 @@ class FullAttention:
     def forward(
         self, index: int, inputs: AttentionInputs, kv: KVCache, batch: ForwardBatch
     ) -> tuple[Float[Array, "B T Hq Dh"], KVCache]:
-        """Appends the window to buffer `index` and attends to everything up to each token's own position."""
+        """Appends the window to buffer `index` and attends to everything up to each token's own position.
+
+        In a draft tree, a token attends to what is committed and to its ancestors.
+        """
         keys = _write_window(kv.keys[index], inputs.key, batch)
         values = _write_window(kv.values[index], inputs.value, batch)
         output = self._attend(inputs.query, keys, values, batch)
@@ -41,6 +44,26 @@ class FullAttention:
             values=(*kv.values[:index], values, *kv.values[index + 1 :]),
         )
         return output.astype(inputs.query.dtype), kv
+
+    def commit(self, kv: KVCache, slots: Rows, lengths: Rows, path: Int32[Array, "B T"]) -> KVCache:
+        """Moves the keys and values of an accepted path of a draft tree up to where its tokens' positions are.
+
+        Node `path[b, d]`, written at row `lengths[b] + path[b, d]`, goes to row `lengths[b] + d`. Nothing else moves,
+        and nothing is copied if the caller's jit donates the buffers.
+
+        Args:
+            kv: as the verify pass left it.
+            slots: `[B]` cache slot of each row, -1 for padding.
+            lengths: `[B]` tokens committed before the pass.
+            path: `[B, T]` node ids from the root on, then -1.
+        """
+        depth = jnp.arange(path.shape[1], dtype=jnp.int32)
+        return jax.tree.map(
+            lambda buffer: _move_rows(
+                buffer, slots, lengths[:, None] + path, lengths[:, None] + depth, (path >= 0) & (path != depth)
+            ),
+            kv,
+        )
 
     def _attend(self, query: Array, keys: KVBuffer, values: KVBuffer, batch: ForwardBatch) -> Array:
         B, T, Hq, Dh = query.shape
@@ -59,7 +82,7 @@ class FullAttention:
             written = (position >= first) & (position < end)  # [B, block]
             k = _read_rows(keys, batch.slots, start, block)
             v = jnp.where(written[:, :, None, None], _read_rows(values, batch.slots, start, block), 0)
-            visible = written[:, None] & (position[:, None] <= batch.positions[:, :, None])  # [B, T, block]
+            visible = written[:, None] & _may_see(position, batch)  # [B, T, block]
             scores = jnp.einsum("btgrd,bsgd->bgrts", query, k, precision=precision, preferred_element_type=jnp.float32)
             scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1))
@@ -82,10 +105,29 @@ class FullAttention:
         return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, Hq, Dh)
 
 
+def _may_see(position: Array, batch: ForwardBatch) -> Array:
+    """Which of the cache positions `[1, block]` each token may look at, `[B, T, block]` or broadcast to it."""
+    if batch.ancestors is None:
+        return position[:, None] <= batch.positions[:, :, None]
+    node = position - batch.lengths[:, None]  # [B, block], negative where committed
+    last = batch.ancestors.shape[-1] - 1
+    among_ancestors = jnp.take_along_axis(batch.ancestors, jnp.clip(node, 0, last)[:, None], axis=2)
+    return (node < 0)[:, None] | among_ancestors
+
+
 def _write_window(buffer: KVBuffer, window: Float[Array, "B T Hkv Dh"], batch: ForwardBatch) -> KVBuffer:
     slots, max_len = buffer.shape[:2]
-    position = jnp.where(batch.is_real, batch.positions, max_len)  # past the end: dropped
+    position = jnp.where(batch.is_real, batch.cache_rows, max_len)  # past the end: dropped
     return buffer.at[slot_index(batch.slots, slots)[:, None], position].set(window.astype(buffer.dtype), mode="drop")
+
+
+def _move_rows(buffer: KVBuffer, slots: Rows, source: Array, target: Array, moves: Array) -> KVBuffer:
+    """`buffer[slots[b], target[b, d]] = buffer[slots[b], source[b, d]]` where `moves[b, d]`; all are read first."""
+    num_slots, max_len = buffer.shape[:2]
+    slot = slot_index(slots, num_slots)[:, None]
+    rows = buffer.at[slot, jnp.where(moves, source, 0)].get(mode="clip")
+    # Read into a buffer of their own: the scatter would otherwise read what it has already written over.
+    return buffer.at[slot, jnp.where(moves, target, max_len)].set(jax.lax.optimization_barrier(rows), mode="drop")
 
 
 def _read_rows(buffer: KVBuffer, slots: Array, start: Array, size: int) -> Array:

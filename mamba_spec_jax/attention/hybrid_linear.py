@@ -9,8 +9,9 @@ from mamba_spec_jax.array_types import Array, Rows
 from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs
-from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, advance_lengths
+from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, advance_lengths, gather_lengths
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
+from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.modes import ForwardMode
 
 
@@ -90,6 +91,9 @@ class HybridLinearAttnBackend:
             return self._idle_output(inputs), cache, record
         if isinstance(inputs, AttentionInputs):
             output, kv = self.full.forward(self.full_attn_layers.index(layer_id), inputs, cache.kv, batch)
+            if record is not None and record.parents is not None and layer_id == self.full_attn_layers[-1]:
+                # The commit of a tree moves keys and values, so it has to wait for attention as well.
+                record = dataclasses.replace(record, num_tokens=_available_after(record.num_tokens, output))
             return output, dataclasses.replace(cache, kv=kv), record
         index = layer_id - sum(other < layer_id for other in self.full_attn_layers)
         output, pool, record = self.linear.forward(index, inputs, cache.mamba, record, batch)
@@ -106,6 +110,9 @@ class HybridLinearAttnBackend:
         mamba_steps_to_track: Rows | None = None,
     ) -> HybridCache:
         """Brings every row's recurrent state, convolution window and length to its accepted prefix.
+
+        After a tree verify the accepted prefix is the path from the root to the row's node. Its keys and values are
+        moved up behind the committed ones, and the row grows by the path's length.
 
         Args:
             cache: as the verify pass returned it; donate it, and nothing is copied.
@@ -136,8 +143,13 @@ class HybridLinearAttnBackend:
             track_slots = _indices("mamba_track_indices", mamba_track_indices, rows)
             track_steps = _real_nodes(record, _indices("mamba_steps_to_track", mamba_steps_to_track, rows))
         pool = self.linear.commit(cache.mamba, record, steps, track_slots, track_steps)
-        lengths = advance_lengths(cache, record.slots, steps + 1)
-        return dataclasses.replace(cache, mamba=pool, lengths=lengths, awaiting_commit=False)
+        kv, counts = cache.kv, steps + 1
+        if record.parents is not None:
+            path = path_to(record.parents, steps, record.parents.shape[1])
+            kv = self.full.commit(kv, record.slots, gather_lengths(cache, record.slots), path)
+            counts = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
+        lengths = advance_lengths(cache, record.slots, counts)
+        return dataclasses.replace(cache, mamba=pool, kv=kv, lengths=lengths, awaiting_commit=False)
 
     def _idle_output(self, inputs: AttentionInputs | Mamba2Inputs) -> Array:
         if isinstance(inputs, AttentionInputs):

@@ -8,13 +8,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Float, Rows
-from mamba_spec_jax.attention import ssd
+from mamba_spec_jax.array_types import Array, Float, Int32, Rows
+from mamba_spec_jax.attention import ssd, ssd_tree
 from mamba_spec_jax.attention.arithmetic import fenced
 from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.attention.conv import advance_window, causal_conv1d
 from mamba_spec_jax.cache.pools import MambaPool, PoolSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
+from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.modes import CommitStrategy, SpeculativeMode
 from pallas_kernels import state_commit, state_scatter
 from pallas_kernels.dispatch import Implementation
@@ -121,7 +122,7 @@ class Mamba2:
                 A=jnp.zeros((L, self.heads), jnp.float32),
             )
         conv_inputs = jnp.zeros((L, B, T, self.conv_channels), spec.conv_dtype)
-        return VerifyRecord(batch.slots, batch.num_tokens, recurrent, conv_inputs, owner)
+        return VerifyRecord(batch.slots, batch.num_tokens, recurrent, conv_inputs, owner, batch.parents)
 
     def forward(
         self, index: int, inputs: Mamba2Inputs, pool: MambaPool, record: VerifyRecord | None, batch: ForwardBatch
@@ -143,9 +144,8 @@ class Mamba2:
                 conv=pool.conv.at[index, slots].set(advance_window(window, conv_inputs, batch.num_tokens), mode="drop"),
             )
         else:
-            scan = ssd.step_scan if self.verify is SpeculativeMode.DECODE else ssd.window_scan
             snapshots: Any = record.recurrent if self.strategy is CommitStrategy.SNAPSHOT else None
-            y, snapshots = scan(h0, ssm_inputs, A, D, snapshots, index)
+            y, snapshots = self._verify(h0, ssm_inputs, A, D, snapshots, index, batch)
             record = self._remember(record, index, conv_inputs, ssm_inputs, A, snapshots)
         return y.astype(inputs.xBC.dtype), pool, record
 
@@ -161,6 +161,7 @@ class Mamba2:
                 record.conv_inputs,
                 record.slots,
                 steps,
+                parents=record.parents,
                 track_slots=track_slots,
                 track_steps=track_steps,
                 implementation=self.implementation,
@@ -182,13 +183,25 @@ class Mamba2:
             implementation=self.implementation,
         )
 
+    def _verify(
+        self, h0: Array, inputs: ssd.SSMInputs, A: Array, D: Array, snapshots: Any, index: int, batch: ForwardBatch
+    ) -> tuple[Array, Any]:
+        steps = self.verify is SpeculativeMode.DECODE
+        if batch.parents is None or batch.ancestors is None:
+            return (ssd.step_scan if steps else ssd.window_scan)(h0, inputs, A, D, snapshots, index)
+        if steps:
+            return ssd_tree.step_tree(h0, inputs, A, D, batch.parents, snapshots, index)
+        return ssd_tree.window_tree(h0, inputs, A, D, batch.parents, batch.ancestors, snapshots, index)
+
     def _ssm_inputs(
         self, window: Array, conv_inputs: Array, inputs: Mamba2Inputs, batch: ForwardBatch
     ) -> ssd.SSMInputs:
         weights = inputs.weights
         B, T, _ = conv_inputs.shape
-        mixed = fenced(causal_conv1d(window, conv_inputs, weights.conv_weight, weights.conv_bias))
+        mixed = fenced(causal_conv1d(window, conv_inputs, weights.conv_weight, weights.conv_bias, batch.parents))
         mixed = mixed.astype(inputs.xBC.dtype)
+        if batch.parents is not None:  # a padding node has a weight of zero among other branches, if it is finite
+            mixed = jnp.where(batch.is_real[..., None], mixed, 0)
         inner = self.heads * self.head_dim
         x, b, c = jnp.split(mixed, [inner, inner + self.groups * self.state], axis=-1)
         dt = jax.nn.softplus(inputs.dt.astype(jnp.float32) + weights.dt_bias.astype(jnp.float32))
@@ -220,11 +233,22 @@ class Mamba2:
         """States and windows `[L, B, ...]` after node `steps[b]`, from what the live slots hold now."""
         kept: ReplayInputs = record.recurrent  # type: ignore[assignment]
         slots = slot_index(record.slots, pool.ssm.shape[1])
+        path, counts = None, steps + 1
+        if record.parents is not None:
+            path = path_to(record.parents, steps, record.parents.shape[1])
+            counts = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
 
         def layer(h0, window, x, dt, b, A, conv_inputs):
-            h = ssd.fold(h0, ssd.SSMInputs(x=x, dt=dt, B=b, C=b), A, steps + 1)
-            return h, advance_window(window, conv_inputs, steps + 1)
+            if path is not None:  # a path's inputs, put one behind the other, are a chain's
+                x, dt, b, conv_inputs = (_along(path, leaf) for leaf in (x, dt, b, conv_inputs))
+            h = ssd.fold(h0, ssd.SSMInputs(x=x, dt=dt, B=b, C=b), A, counts)
+            return h, advance_window(window, conv_inputs, counts)
 
         h0 = pool.ssm.at[:, slots].get(mode="fill", fill_value=0)
         windows = pool.conv.at[:, slots].get(mode="fill", fill_value=0)
         return MambaPool(*jax.vmap(layer)(h0, windows, kept.x, kept.dt, kept.B, kept.A, record.conv_inputs))
+
+
+def _along(path: Int32[Array, "B T"], leaf: Array) -> Array:
+    """`leaf [B, T, ...]` at the nodes of a path; columns behind the path hold anything."""
+    return leaf[jnp.arange(path.shape[0])[:, None], jnp.maximum(path, 0)]

@@ -10,8 +10,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Float, Rows, SSMStates
+from mamba_spec_jax.array_types import Ancestors, Array, Float, Rows, SSMStates
 from mamba_spec_jax.attention.arithmetic import fenced, rounded
+
+Sums = tuple[Array, Array]  # of a path's dt A, and what rounding took from them
 
 _EXACT = jax.lax.Precision.HIGHEST  # a GPU would otherwise compute float32 products in TF32
 
@@ -33,10 +35,17 @@ class SSMInputs:
     C: Float[Array, "B T G N"]
 
 
-def _state_step(h: Array, token: SSMInputs, decay: Array) -> Array:
+def state_step(h: Array, token: SSMInputs, decay: Array) -> Array:
     """One token (no T axis): `h [B, H, P, N]` in its storage dtype, `decay [B, H]`; the result in float32."""
     injected = (token.dt[..., None] * token.x)[..., None] * _per_head(token.B, h.shape[1])[:, :, None, :]
     return rounded(h.astype(jnp.float32) * decay[..., None, None]) + rounded(injected)
+
+
+def advance(h: Array, token: SSMInputs, decay: Array, D: Array) -> tuple[Array, Array]:
+    """One token: the state after it, rounded to its storage dtype, and the output, which reads the unrounded one."""
+    h_new = state_step(h, token, decay)
+    y = _contract(h_new, _per_head(token.C, h.shape[1])) + rounded(D[:, None] * token.x)
+    return h_new.astype(h.dtype), y
 
 
 def _contract(h: Array, C: Array) -> Array:
@@ -57,7 +66,7 @@ def _per_head(grouped: Array, heads: int) -> Array:
     return jnp.repeat(grouped, heads // grouped.shape[1], axis=1)
 
 
-def _tokens(inputs: SSMInputs, A: Array) -> tuple[SSMInputs, Array, Array]:
+def scanned_tokens(inputs: SSMInputs, A: Array) -> tuple[SSMInputs, Array, Array]:
     """What a scan over tokens reads: inputs and decays, time first, and each token's index."""
     inputs = jax.tree.map(lambda leaf: jnp.moveaxis(leaf.astype(jnp.float32), 1, 0), inputs)
     return inputs, fenced(jnp.exp(inputs.dt * A)), jnp.arange(inputs.x.shape[0])
@@ -81,14 +90,12 @@ def step_scan(
     def step(carry, per_token):
         h, snapshots = carry
         token, decay, t = per_token
-        h_new = _state_step(h, token, decay)
-        y = _contract(h_new, _per_head(token.C, h.shape[1])) + rounded(D[:, None] * token.x)
-        h_new = h_new.astype(h.dtype)
+        h_new, y = advance(h, token, decay, D)
         if snapshots is not None:
             snapshots = snapshots.at[index, :, t].set(h_new)
         return (h_new, snapshots), y
 
-    (_, snapshots), y = jax.lax.scan(step, (h0, snapshots), _tokens(inputs, A))
+    (_, snapshots), y = jax.lax.scan(step, (h0, snapshots), scanned_tokens(inputs, A))
     return jnp.moveaxis(y, 0, 1), snapshots
 
 
@@ -97,10 +104,10 @@ def fold(h0: SSMStates, inputs: SSMInputs, A: Float[Array, "H"], num_tokens: Row
 
     def step(h, per_token):
         token, decay, t = per_token
-        h_new = _state_step(h, token, decay).astype(h.dtype)
+        h_new = state_step(h, token, decay).astype(h.dtype)
         return jnp.where((t < num_tokens)[:, None, None, None], h_new, h), None
 
-    h, _ = jax.lax.scan(step, h0, _tokens(inputs, A))
+    h, _ = jax.lax.scan(step, h0, scanned_tokens(inputs, A))
     return h
 
 
@@ -142,51 +149,69 @@ def window_scan(
     y, _ = _chunk_outputs(h, inputs, A, D)
     if snapshots is None:
         return y, None
-    sums = _running_sums(rounded(inputs.dt * A))
-    weights = _causal_decay(sums) * inputs.dt[:, None]  # [B, T, T, H]
-    B = _heads(inputs.B, h.shape[1])
-    states = jnp.einsum("btjh,bjhp,bjhn->bthpn", weights, inputs.x, B, precision=_EXACT)
-    states = states + jnp.exp(sums[0])[..., None, None] * h[:, None]
+    states = window_states(h, inputs, _running_sums(rounded(inputs.dt * A)))
     return y, snapshots.at[index].set(states.astype(snapshots.dtype))
+
+
+def window_outputs(h: Array, window: SSMInputs, D: Array, sums: Sums, visible: Ancestors | None = None) -> Array:
+    """Outputs `[B, T, H, P]` of one window in float32.
+
+    Args:
+        h: `[B, H, P, N]` before the window.
+        window: its tokens.
+        D: `[H]`.
+        sums: `[B, T, H]` of dt A up to each token, along its path.
+        visible: `[B, T, T]` the tokens each token sees; None is itself and all before it.
+    """
+    H = h.shape[1]
+    scores = jnp.einsum("btgn,bjgn->btjg", window.C, window.B, precision=_EXACT)
+    weights = jnp.repeat(scores, H // scores.shape[-1], axis=-1) * _decay(sums, visible) * window.dt[:, None]
+    y = jnp.einsum("btjh,bjhp->bthp", weights, window.x, precision=_EXACT)
+    carried = jnp.einsum("bhpn,bthn->bthp", h, _heads(window.C, H), precision=_EXACT)
+    return y + jnp.exp(sums[0])[..., None] * carried + D[:, None] * window.x
+
+
+def window_states(h: Array, window: SSMInputs, sums: Sums, visible: Ancestors | None = None) -> Array:
+    """States `[B, T, H, P, N]` after each token of one window in float32; arguments as `window_outputs`'s."""
+    weights = _decay(sums, visible) * window.dt[:, None]  # [B, T, T, H]
+    B = _heads(window.B, h.shape[1])
+    states = jnp.einsum("btjh,bjhp,bjhn->bthpn", weights, window.x, B, precision=_EXACT)
+    return states + jnp.exp(sums[0])[..., None, None] * h[:, None]
 
 
 def _chunk_outputs(h: Array, window: SSMInputs, A: Array, D: Array) -> tuple[Array, Array]:
     """Outputs of one chunk from the state before it, and each token's decay up to the chunk's end `[B, T, H]`."""
-    H = h.shape[1]
     sums = _running_sums(rounded(window.dt * A))
-    scores = jnp.einsum("btgn,bjgn->btjg", window.C, window.B, precision=_EXACT)
-    weights = jnp.repeat(scores, H // scores.shape[-1], axis=-1) * _causal_decay(sums) * window.dt[:, None]
-    y = jnp.einsum("btjh,bjhp->bthp", weights, window.x, precision=_EXACT)
-    carried = jnp.einsum("bhpn,bthn->bthp", h, _heads(window.C, H), precision=_EXACT)
-    y = y + jnp.exp(sums[0])[..., None] * carried + D[:, None] * window.x
+    y = window_outputs(h, window, D, sums)
     return y, jnp.exp(_difference([c[:, -1:] for c in sums], sums))
 
 
-def _running_sums(a: Array) -> tuple[Array, Array]:
+def _running_sums(a: Array) -> Sums:
     """`c_t = a_1 + .. + a_t` along axis 1, and what rounding took from it, so that differences of c keep their digits.
 
     A decay from token j to t is exp(c_t - c_j), and c may have grown a thousandfold of that difference.
     """
+    return jax.lax.associative_scan(add_sums, (a, jnp.zeros_like(a)), axis=1)
 
-    def add(x, y):
-        total = x[0] + y[0]
-        added = total - x[0]
-        return total, x[1] + y[1] + ((x[0] - (total - added)) + (y[0] - added))
 
-    return jax.lax.associative_scan(add, (a, jnp.zeros_like(a)), axis=1)
+def add_sums(x: Sums, y: Sums) -> Sums:
+    """The sum of two sums, with what rounding took from it (Knuth's two-sum)."""
+    total = x[0] + y[0]
+    added = total - x[0]
+    return total, x[1] + y[1] + ((x[0] - (total - added)) + (y[0] - added))
 
 
 def _difference(sums, others) -> Array:
     return (sums[0] - others[0]) + (sums[1] - others[1])
 
 
-def _causal_decay(sums: tuple[Array, Array]) -> Array:
-    """`exp(c_t - c_j)` for j <= t and 0 elsewhere, `[B, T, T, H]` (t before j)."""
+def _decay(sums: Sums, visible: Ancestors | None) -> Array:
+    """`exp(c_t - c_j)` where t sees j and 0 elsewhere, `[B, T, T, H]` (t before j)."""
     T = sums[0].shape[1]
-    causal = jnp.tril(jnp.ones((T, T), bool))[None, :, :, None]
+    seen = jnp.tril(jnp.ones((T, T), bool))[None, :, :, None] if visible is None else visible[..., None]
     between = _difference([c[:, :, None] for c in sums], [c[:, None] for c in sums])
-    # Masked before the exponential: above the diagonal the difference is positive and may overflow.
-    return jnp.exp(jnp.where(causal, between, -jnp.inf))
+    # Masked before the exponential: elsewhere the difference may be positive and overflow.
+    return jnp.exp(jnp.where(seen, between, -jnp.inf))
 
 
 def _heads(grouped: Array, heads: int) -> Array:

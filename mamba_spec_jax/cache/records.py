@@ -7,26 +7,30 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Float, Rows, Tokens
+from mamba_spec_jax.array_types import Array, Float, Parents, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode
 
 
 @flax.struct.dataclass
 class Draft:
-    """A chain of proposed tokens per row, behind the row's root.
+    """Proposed tokens per row, behind the row's root: a chain, or a tree.
 
     Attributes:
         tokens: `[B, T]`; column 0 is the root, the row's last emitted token, not yet in the cache.
         lengths: `[B]` drafted tokens of each row, 0..T-1, the root not counted; columns past them are ignored.
         slots: `[B]` cache slot of each row, -1 for a padding row.
-        probs: `[B, T-1, V]` the distribution each draft was drawn from, or None if drafts were chosen outright.
+        probs: `[B, T-1, V]` the distribution each draft was drawn from, or None if drafts were chosen outright. On a
+            tree, the drafter's distribution after the node's parent, from which siblings are drawn without replacement.
+        parents: `[B, T]` each node's parent, an earlier node; -1 at the root, and at nodes that must not be accepted.
+            None for a chain, which is statically the cheaper path. See `cache/tree.py`.
     """
 
     tokens: Tokens
     lengths: Rows
     slots: Rows
     probs: Float[jax.Array, "B K V"] | None = None
+    parents: Parents | None = None
 
     @property
     def num_tokens(self) -> Rows:
@@ -62,6 +66,7 @@ class VerifyRecord:
         recurrent: what the strategy keeps. SNAPSHOT: `[L, B, T, H, P, N]` states. REPLAY: the backend's inputs.
         conv_inputs: `[L, B, T, C]` raw convolution inputs.
         spec: who made it (static).
+        parents: `[B, T]` of the verified tree, None for a chain.
     """
 
     slots: Rows
@@ -69,6 +74,7 @@ class VerifyRecord:
     recurrent: object
     conv_inputs: Float[jax.Array, "L B T C"]
     spec: RecordSpec = flax.struct.field(pytree_node=False)
+    parents: Parents | None = None
 
 
 @flax.struct.dataclass

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_spec_jax.array_types import Array, Hidden, Rows, Tokens
+from mamba_spec_jax.array_types import Array, Hidden, Parents, Rows, Tokens
 from mamba_spec_jax.attention.base import AttentionBackend, ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.attention.hybrid import HybridAttnBackend
@@ -17,6 +17,7 @@ from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
 from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.cache.pools import HybridCache, advance_lengths
 from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
+from mamba_spec_jax.cache.tree import check_parents
 from mamba_spec_jax.layers.mlp import GatedMLP, SparseMoE
 from mamba_spec_jax.layers.norms import RMSNorm
 from mamba_spec_jax.models.config import HybridConfig
@@ -238,7 +239,8 @@ class HybridModel:
 
         Args:
             params: weights.
-            draft: the window.
+            draft: the window, a chain or a tree. A tree's node is written T rows at most behind the committed ones,
+                whatever its depth: leave room for all of it.
             cache: donate it; keys and values past the committed length are written.
             kv_len: cache positions attention looks at (static); None looks at all.
             mode: TARGET_VERIFY, or DECODE for a window that the decode child must run.
@@ -248,7 +250,9 @@ class HybridModel:
         """
         if not mode.defers_state:
             raise ValueError(f"verify got mode {mode.name}, expected TARGET_VERIFY or DECODE")
-        lm, batch = self._begin("verify", mode, params, draft.tokens, cache, draft.slots, draft.num_tokens, kv_len)
+        lm, batch = self._begin(
+            "verify", mode, params, draft.tokens, cache, draft.slots, draft.num_tokens, kv_len, draft.parents
+        )
         x, cache, record, hidden = lm(draft.tokens, self.backend, cache, batch, self.hidden_layers)
         return ModelOutput(lm.logits(x), dataclasses.replace(cache, awaiting_commit=True), record, hidden)
 
@@ -278,11 +282,13 @@ class HybridModel:
 
     def _begin(
         self, caller: str, mode: ForwardMode, params: Any, tokens: Tokens, cache: HybridCache,
-        slots: Rows, num_tokens: Rows, kv_len: int | None,
+        slots: Rows, num_tokens: Rows, kv_len: int | None, parents: Parents | None = None,
     ) -> tuple[HybridLM, ForwardBatch]:  # fmt: skip
         cache.require_committed(caller)
         _check_rows(caller, tokens, slots, num_tokens)
-        batch = ForwardBatch.create(mode, cache, slots, num_tokens, tokens.shape[1], kv_len)
+        if parents is not None:
+            check_parents(caller, parents, tokens.shape)
+        batch = ForwardBatch.create(mode, cache, slots, num_tokens, tokens.shape[1], kv_len, parents)
         return nnx.merge(self.graphdef, params), batch
 
 

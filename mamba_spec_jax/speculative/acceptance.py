@@ -1,4 +1,6 @@
-"""Which drafts of a chain survive the target's verdict, and the token that follows them."""
+"""Which drafts survive the target's verdict, and the token that follows them. For trees see `tree_acceptance`."""
+
+import dataclasses
 
 import flax.struct
 import jax
@@ -6,6 +8,8 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Bool, Float, Logits, Rows, Seeds, Tokens
 from mamba_spec_jax.cache.records import Draft
+from mamba_spec_jax.cache.tree import check_parents, path_to
+from mamba_spec_jax.speculative.rejection import residual
 from mamba_spec_jax.speculative.sampling import (
     Greedy,
     Method,
@@ -17,6 +21,7 @@ from mamba_spec_jax.speculative.sampling import (
     filtered_log_probs,
     mask_logits,
 )
+from mamba_spec_jax.speculative.tree_acceptance import reject_tree, walk_tree
 
 
 @flax.struct.dataclass
@@ -28,6 +33,8 @@ class AcceptResult:
             own. Later columns are -1.
         accept_lens: `[B]` emitted tokens, the target's own one included: 1..T, and 0 for padding rows.
         last_correct_step_indices: `[B]` node whose state the commit keeps, `accept_lens - 1` on a chain; -1 for none.
+        path: `[B, T]` node at which each emitted token was chosen, from the root on, -1 in later columns; None for a
+            chain, where it is the column itself.
         logprobs: `[B, T]` float32 log-probability of each emitted token under the target's own distribution
             (temperature 1, no filters, nothing forbidden), 0 in later columns; None unless asked for.
     """
@@ -35,6 +42,7 @@ class AcceptResult:
     tokens: Tokens
     accept_lens: Rows
     last_correct_step_indices: Rows
+    path: Tokens | None = None
     logprobs: Float[Array, "B T"] | None = None
 
 
@@ -49,7 +57,7 @@ def accept(
     forbidden: Bool[Array, "B T V"] | None = None,
     with_logprobs: bool = False,
 ) -> AcceptResult:
-    """Accepts the longest prefix of each row's drafts that the method allows, and adds one token of the target's own.
+    """Accepts as many of each row's drafts as the method allows, and adds one token of the target's own.
 
     `Greedy` accepts a draft that is the argmax. `Sampling` is speculative sampling (Leviathan et al. 2023, algorithm 1;
     Chen et al. 2023, algorithm 2) and emits tokens that have exactly the target's filtered distribution p:
@@ -61,9 +69,21 @@ def accept(
       distribution. So the token is drawn from p with the noise of (seed, position) as if there were no draft, and the
       draft is accepted if it is that token. The output is, token for token, that of sampling without speculation.
 
+    A chain is accepted up to its first rejected draft, a tree along one path from the root:
+
+    - With `draft.probs`, siblings are tested one after the other; see `tree_acceptance.reject_tree`. They are taken as
+      drawn from one q, that of their parent, without replacement and in the order of their nodes. Which nodes there are
+      may depend on tokens drawn earlier on their path, not on their own or their siblings' tokens.
+    - Without, the token after a node is drawn as if there were no drafts, and the walk goes on at the child that
+      carries it. That is recursive rejection over point masses: sibling d is accepted with probability p(d) of what is
+      left of p, which is then p without d, and so on; hence a child is accepted with its probability p(d), and given
+      that none is, the token has the distribution of p without all of them. One draw from p says the same.
+
+    Of siblings with one token, the first counts.
+
     Edges: the uniform draw is in [0, 1) and the test is `u q(d) < p(d)`, so p(d) = 0 is always rejected, p(d) >= q(d)
     always accepted, and q(d) = 0 < p(d) accepted. A residual that rounds to zero everywhere falls back to p. A draft
-    outside the vocabulary ends the row's drafts in front of it. Rows at temperature 0 take the argmax walk under
+    outside the vocabulary is not accepted, nor is any that follows it. Rows at temperature 0 take the argmax walk under
     either rule: p is then one at the argmax.
 
     Args:
@@ -71,59 +91,68 @@ def accept(
         logits: `[B, T, V]` of the verify pass; node t scores the token after node t.
         draft: what was verified; drafts at or past a row's length are never accepted.
         seeds: `[B]` request seeds; `Sampling` only.
-        positions: `[B, T]` absolute position of the token emitted at each node; `Sampling` only.
+        positions: `[B, T]` absolute position of the token emitted at each node, which grows with the node's depth;
+            `Sampling` only.
         temperature: `[B]`, 0 for greedy rows; `Sampling` only.
         forbidden: `[B, T, V]` tokens that must not be emitted at a node.
         with_logprobs: whether to return log-probabilities (static).
 
     Raises:
-        ValueError: while tracing, for shapes that disagree or a missing argument of `Sampling`.
+        ValueError: while tracing, for shapes that disagree, a missing argument of `Sampling`, or parents that are
+            known and no tree.
     """
     if not isinstance(method, Greedy | Sampling):
         raise ValueError(f"accept got method {method!r}, expected Greedy() or Sampling(...)")
     _check_shapes(logits, draft, seeds, positions, temperature, forbidden)
-    real = _real_drafts(draft, logits.shape[-1])
+    walk, reject = (_walk, _reject) if draft.parents is None else (walk_tree, reject_tree)
     if isinstance(method, Greedy):
-        accepted, last = _walk(draft, real, jnp.argmax(mask_logits(logits, forbidden), axis=-1).astype(jnp.int32))
+        best = jnp.argmax(mask_logits(logits, forbidden), axis=-1).astype(jnp.int32)
+        node, last = walk(draft, best, logits.shape[-1])
     elif seeds is None or positions is None or temperature is None:
         raise ValueError(f"accept with {method} needs seeds, positions and temperature: draws are seeded per request")
     else:
         log_p = filtered_log_probs(method, logits, temperature, forbidden)
         if draft.probs is None:
-            accepted, last = _walk(draft, real, draw_tokens(draw_keys(seeds, positions, Purpose.TOKEN), log_p))
+            drawn = draw_tokens(draw_keys(seeds, positions, Purpose.TOKEN), log_p)
+            node, last = walk(draft, drawn, logits.shape[-1])
         else:
-            accepted, last = _reject(draft.tokens, draft.probs.astype(jnp.float32), real, log_p, seeds, positions)
+            node, last = reject(draft, log_p, seeds, positions)
+    result = _emit_chain(draft, node, last) if draft.parents is None else _emit_path(draft, node, last)
+    return dataclasses.replace(result, logprobs=_own_log_probs(logits, result)) if with_logprobs else result
 
+
+def _emit_chain(draft: Draft, accepted: Rows, last: Rows) -> AcceptResult:
     accept_lens = jnp.where(draft.slots >= 0, accepted + 1, 0)
-    nodes = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    nodes = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
     following = jnp.concatenate([draft.tokens[:, 1:], last[:, None]], axis=1)
     tokens = jnp.where(nodes == accepted[:, None], last[:, None], following)
     emitted = nodes < accept_lens[:, None]
-    return AcceptResult(
-        tokens=jnp.where(emitted, tokens, -1),
-        accept_lens=accept_lens,
-        last_correct_step_indices=accept_lens - 1,
-        logprobs=_own_log_probs(logits, tokens, emitted) if with_logprobs else None,
-    )
+    return AcceptResult(jnp.where(emitted, tokens, -1), accept_lens, accept_lens - 1)
 
 
-def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """What is left of p once a draft from q was rejected: max(p - q, 0), not normalised; p where that is zero."""
-    rest = jnp.maximum(p - q, 0)
-    return jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p)
+def _emit_path(draft: Draft, node: Rows, last: Rows) -> AcceptResult:
+    node = jnp.where(draft.slots >= 0, node, -1)
+    path = path_to(draft.parents, node, draft.tokens.shape[1])  # type: ignore[arg-type]  # a tree has parents
+    accept_lens = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
+    accepted = jnp.take_along_axis(draft.tokens, jnp.maximum(path[:, 1:], 0), axis=1)
+    following = jnp.concatenate([accepted, last[:, None]], axis=1)
+    columns = jnp.arange(path.shape[1], dtype=jnp.int32)
+    tokens = jnp.where(columns == accept_lens[:, None] - 1, last[:, None], following)
+    return AcceptResult(jnp.where(path >= 0, tokens, -1), accept_lens, node, path)
 
 
-def _walk(draft: Draft, real: Bool[Array, "B K"], targets: Tokens) -> tuple[Rows, Rows]:
+def _walk(draft: Draft, targets: Tokens, vocab: int) -> tuple[Rows, Rows]:
     """Accepts drafts while they are the target's own tokens; the next of those is the last one emitted."""
+    real = _real_drafts(draft, vocab)
     accepted = _leading(real & (draft.tokens[:, 1:] == targets[:, :-1]))
     return accepted, jnp.take_along_axis(targets, accepted[:, None], axis=1)[:, 0]
 
 
-def _reject(
-    tokens: Tokens, q: Float[Array, "B K V"], real: Bool[Array, "B K"], log_p: Logits, seeds: Seeds, positions: Tokens
-) -> tuple[Rows, Rows]:
+def _reject(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) -> tuple[Rows, Rows]:
     """Rejection sampling of drafts drawn from `q`; one token is drawn per row, at the node where its drafts end."""
-    drafts = jnp.where(real, tokens[:, 1:], 0)[..., None]
+    real = _real_drafts(draft, log_p.shape[-1])
+    q = draft.probs.astype(jnp.float32)  # type: ignore[union-attr]  # the caller has looked
+    drafts = jnp.where(real, draft.tokens[:, 1:], 0)[..., None]
     p_draft = jnp.exp(jnp.take_along_axis(log_p[:, :-1], drafts, axis=2)[..., 0])
     q_draft = jnp.take_along_axis(q, drafts, axis=2)[..., 0]
     uniforms = draw_uniforms(draw_keys(seeds, positions[:, :-1], Purpose.ACCEPT))
@@ -150,9 +179,14 @@ def _leading(flags: Bool[Array, "B K"]) -> Rows:
     return jnp.sum(jnp.cumprod(flags, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
-def _own_log_probs(logits: Logits, tokens: Tokens, emitted: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+def _own_log_probs(logits: Logits, result: AcceptResult) -> Float[Array, "B T"]:
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    chosen = jnp.take_along_axis(log_probs, jnp.where(emitted, tokens, 0)[..., None], axis=2)[..., 0]
+    emitted = result.tokens >= 0
+    tokens = jnp.where(emitted, result.tokens, 0)
+    if result.path is None:
+        chosen = jnp.take_along_axis(log_probs, tokens[..., None], axis=2)[..., 0]
+    else:
+        chosen = log_probs[jnp.arange(tokens.shape[0])[:, None], jnp.maximum(result.path, 0), tokens]
     return jnp.where(emitted, chosen, 0.0)
 
 
@@ -173,3 +207,5 @@ def _check_shapes(logits, draft, seeds, positions, temperature, forbidden) -> No
     for name, (value, shape) in expected.items():
         if value is not None and value.shape != shape:
             raise ValueError(f"accept got {name} of shape {value.shape}, expected {shape} to go with the logits")
+    if draft.parents is not None:
+        check_parents("accept", draft.parents, (batch, nodes))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mamba_spec_jax.array_types import Array, Float, Int32, RowFlags, Rows, Seeds, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft
+from mamba_spec_jax.cache.tree import check_parents, depths
 from mamba_spec_jax.speculative.acceptance import accept
 from mamba_spec_jax.speculative.protocol import Drafter, Proposal, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import Method
@@ -24,7 +25,8 @@ class Requests:
         slots: `[B]` cache slot, -1 for a padding row.
         max_new: `[B]` tokens it may emit.
         min_new: `[B]` tokens before an end-of-sequence token may be emitted; None for no such rule at all.
-        draft_limit: `[B]` most drafts a step; 0 decodes plainly inside the same compiled step.
+        draft_limit: `[B]` most drafts a step, in a tree the greatest depth; 0 decodes plainly inside the same compiled
+            step.
         seeds: `[B]` noise of its draws.
         temperature: `[B]`; 0 is greedy.
     """
@@ -123,7 +125,7 @@ def speculative_decode_step(
         state: consumed.
         drafter: proposes; `num_drafts = 0` never asks it.
         method: how tokens are chosen.
-        num_drafts: K; the verify pass has T = K + 1 columns.
+        num_drafts: K; the verify pass has T = K + 1 columns, and emits K + 1 tokens a row at most.
         stops: what ends a row, besides its budget.
 
     Raises:
@@ -144,16 +146,16 @@ def speculative_decode_step(
     output = model.verify(params, draft, state.cache)
     if output.record is None:
         raise ValueError(f"{type(model).__name__}.verify returned no record, expected what its commit needs")
-    T = num_drafts + 1
+    depth = jnp.arange(num_drafts + 1, dtype=jnp.int32) if draft.parents is None else depths(draft.parents)
     forbidden = None
     if requests.min_new is not None:
-        forbidden = stops.forbidden(model.vocab_size, state.new_tokens, requests.min_new, T)
+        forbidden = stops.forbidden(model.vocab_size, state.new_tokens, requests.min_new, depth)
     result = accept(
         method,
         output.logits,
         draft,
         seeds=requests.seeds,
-        positions=state.lengths[:, None] + jnp.arange(T, dtype=jnp.int32),
+        positions=state.lengths[:, None] + depth,
         temperature=requests.temperature,
         forbidden=forbidden,
         with_logprobs=state.logprobs is not None,
@@ -236,16 +238,25 @@ def _propose(drafter: Drafter, state: DecodeState, num_drafts: int) -> Proposal:
             f"{type(drafter).__name__}.propose returned tokens {proposal.tokens.shape} and lengths "
             f"{proposal.lengths.shape}, expected {(B, num_drafts)} and {(B,)}"
         )
+    if proposal.parents is not None:
+        check_parents(f"{type(drafter).__name__}.propose", proposal.parents, (B, num_drafts + 1))
     return proposal
 
 
 def _draft(state: DecodeState, proposal: Proposal, active: RowFlags, limit: Rows) -> Draft:
     root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    most, parents = jnp.maximum(limit, 0), proposal.parents
+    if parents is not None:
+        # A node too deep to be accepted is cut off, and nodes without room for their keys are left out: node t is
+        # written t rows behind the root, whatever its depth.
+        parents = jnp.where(depths(parents) <= limit[:, None], parents, -1)
+        most = jnp.where(limit > 0, state.cache.max_len - state.lengths, 0)
     return Draft(
         tokens=jnp.concatenate([root, proposal.tokens.astype(jnp.int32)], axis=1),
-        lengths=jnp.where(active, jnp.clip(proposal.lengths, 0, jnp.maximum(limit, 0)), 0),
+        lengths=jnp.where(active, jnp.clip(proposal.lengths, 0, most), 0),
         slots=jnp.where(active, state.requests.slots, -1),
         probs=proposal.probs,
+        parents=parents,
     )
 
 
@@ -271,8 +282,12 @@ def _append(buffer: Array, lengths: Rows, window: Array, counts: Rows) -> Array:
 
 def _count(statistics: Statistics, draft: Draft, accept_lens: Rows, active: RowFlags) -> Statistics:
     lengths = jnp.arange(1, statistics.histogram.shape[1] + 1)
+    drafted = draft.lengths
+    if draft.parents is not None:
+        real = jnp.arange(draft.parents.shape[1], dtype=jnp.int32) <= draft.lengths[:, None]
+        drafted = jnp.sum(real & (draft.parents >= 0), axis=1, dtype=jnp.int32)
     return Statistics(
         passes=statistics.passes + active.astype(jnp.int32),
-        drafted=statistics.drafted + jnp.where(active, draft.lengths, 0),
+        drafted=statistics.drafted + jnp.where(active, drafted, 0),
         histogram=statistics.histogram + (accept_lens[:, None] == lengths).astype(jnp.int32),
     )

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import flax.struct
 
-from mamba_spec_jax.array_types import Logits, RowFlags, Rows, Tokens
+from mamba_spec_jax.array_types import Logits, Parents, RowFlags, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
 
@@ -49,7 +49,7 @@ class Drafter(Protocol):
 
     @property
     def max_drafts(self) -> int:
-        """K, the most tokens it proposes."""
+        """K, the most tokens it proposes: the nodes of a tree, root not counted."""
         ...
 
     def init(self, batch: int, max_len: int) -> Any:
@@ -80,10 +80,14 @@ class Proposal:
         tokens: `[B, K]`; columns at or past the row's length are ignored.
         lengths: `[B]` 0..K.
         probs: `[B, K, V]` float32 the distribution each token was drawn from, None if it was chosen outright.
+            Siblings of a tree have that of their parent, from which they were drawn without replacement.
         state: the drafter's state after proposing.
+        parents: `[B, K + 1]` of the verify tree, whose node 0 is the root and node k + 1 carries token k: see `Draft`.
+            None for a chain. A NumPy array, such as `TreeTopology.rows` gives, is checked while tracing.
     """
 
     tokens: Tokens
     lengths: Rows
     state: Any
     probs: Logits | None = None
+    parents: Parents | None = None

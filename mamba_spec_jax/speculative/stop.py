@@ -130,16 +130,18 @@ class StopConditions:
         """`[B]` states of the stop strings before any generated token: what the prompt ends with does not count."""
         return jnp.zeros((batch,), jnp.int32)
 
-    def forbidden(self, vocab_size: int, new_tokens: Rows, min_new: Rows, nodes: int) -> Bool[Array, "B T V"]:
+    def forbidden(
+        self, vocab_size: int, new_tokens: Rows, min_new: Rows, depths: Int32[Array, "*B T"]
+    ) -> Bool[Array, "B T V"]:
         """End-of-sequence tokens, wherever a row would not have its `min_new` tokens when it ended there.
 
         Args:
             vocab_size: V (static).
             new_tokens: `[B]` tokens emitted so far.
             min_new: `[B]` tokens a row emits before an end-of-sequence token may be among them.
-            nodes: T (static).
+            depths: `[T]` or `[B, T]` tokens of the verify pass in front of each node, the root not counted.
         """
-        early = new_tokens[:, None] + jnp.arange(nodes, dtype=jnp.int32) < min_new[:, None]
+        early = new_tokens[:, None] + depths < min_new[:, None]
         return early[..., None] & self.is_eos(jnp.arange(vocab_size, dtype=jnp.int32))
 
     def is_eos(self, tokens: Int32[Array, "*N"]) -> Bool[Array, "*N"]:
@@ -194,10 +196,19 @@ def limit_accept(result: AcceptResult, stops: StopConditions, states: Rows, rema
         result,
         tokens=jnp.where(emitted, result.tokens, -1),
         accept_lens=kept,
-        last_correct_step_indices=jnp.where(finished, kept - 1, result.last_correct_step_indices),
+        last_correct_step_indices=jnp.where(finished, _node(result.path, kept - 1), result.last_correct_step_indices),
+        path=None if result.path is None else jnp.where(emitted, result.path, -1),
         logprobs=None if result.logprobs is None else jnp.where(emitted, result.logprobs, 0.0),
     )
     return StopOutcome(cut, states, finished, jnp.where(finished, reasons, StopReason.NONE.value).astype(jnp.int32))
+
+
+def _node(path: Tokens | None, column: Rows) -> Rows:
+    """The node at which the token in a column was chosen, -1 for column -1; on a chain the column itself."""
+    if path is None:
+        return column
+    node = jnp.take_along_axis(path, jnp.maximum(column, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(column >= 0, node, -1)
 
 
 def _first(flags: Bool[Array, "B T"], live: Bool[Array, "B T"]) -> Rows:

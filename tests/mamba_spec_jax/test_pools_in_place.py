@@ -30,14 +30,19 @@ def abstract_cache(model):
 
 
 def verify_and_commit(model, track=False):
-    def step(params, cache, tokens, slots, lengths, steps, track_slots):
-        output = model.verify(params, Draft(tokens, lengths, slots), cache)
+    def step(params, cache, tokens, slots, lengths, steps, track_slots, parents=None):
+        output = model.verify(params, Draft(tokens, lengths, slots, parents=parents), cache)
         tracked = (track_slots, steps) if track else ()
         return output.logits, model.backend.update_mamba_state_after_mtp_verify(
             output.cache, output.record, steps, *tracked
         )
 
     return step, (TOKENS, ROWS, ROWS, ROWS, ROWS)
+
+
+def tree(model):
+    step, arguments = verify_and_commit(model, track=True)
+    return step, (*arguments, TOKENS)
 
 
 def decode(model):
@@ -101,6 +106,8 @@ STEPS = {
     "decode of rotary attention and experts": (decode, MOE, {}),
     "tracked verify": (tracked, DENSE, {}),
     "replayed tracked verify": (tracked, DENSE, {"strategy": CommitStrategy.REPLAY}),
+    "tracked tree": (tree, DENSE, {}),
+    "replayed tracked tree, attention last": (tree, MOE, {"strategy": CommitStrategy.REPLAY}),
     "chunked verify": (verify_and_commit, DENSE, {"speculative_mode": SpeculativeMode.PREFILL}),
     "prefill": (prefill, DENSE, {}),
 }

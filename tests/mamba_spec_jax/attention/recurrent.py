@@ -97,9 +97,9 @@ def poisoned_cache(backend: HybridLinearAttnBackend, slots: int = SLOTS) -> Hybr
 
 
 @functools.partial(jax.jit, static_argnames=("backend", "mode"))
-def forward(backend, mode: ForwardMode, cache, weights, slots, num_tokens, xBC, dt):
+def forward(backend, mode: ForwardMode, cache, weights, slots, num_tokens, xBC, dt, parents=None):
     """One pass over all layers: outputs `[L, B, T, H, P]`, the cache, and the record of a pass that defers state."""
-    batch = ForwardBatch.create(mode, cache, slots, num_tokens, xBC.shape[2])
+    batch = ForwardBatch.create(mode, cache, slots, num_tokens, xBC.shape[2], parents=parents)
     record = backend.init_record(batch, xBC.dtype)
     outputs = []
     for layer in range(backend.num_layers):

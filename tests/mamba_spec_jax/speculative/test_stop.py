@@ -174,12 +174,12 @@ def test_without_conditions_only_the_budget_stops():
 
 def test_end_of_sequence_is_forbidden_until_min_new():
     conditions = StopConditions.create((1, 4))
-    forbidden = conditions.forbidden(6, jnp.array([0, 5, 3]), jnp.array([2, 5, 4]), 3)
+    forbidden = conditions.forbidden(6, jnp.array([0, 5, 3]), jnp.array([2, 5, 4]), jnp.arange(3))
     expected = np.zeros((3, 3, 6), bool)
     expected[0, :2, [1, 4]] = True  # its third token may be the last
     expected[2, :1, [1, 4]] = True
     np.testing.assert_array_equal(forbidden, expected)
-    assert not StopConditions.create().forbidden(6, jnp.array([0]), jnp.array([9]), 3).any()
+    assert not StopConditions.create().forbidden(6, jnp.array([0]), jnp.array([9]), jnp.arange(3)).any()
 
 
 @pytest.mark.parametrize(

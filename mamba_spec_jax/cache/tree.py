@@ -1,0 +1,84 @@
+"""Draft trees as arrays: who is whose ancestor, how deep a node lies, and the path that leads to it.
+
+A tree of T nodes is its `parents [B, T]`: -1 at the root, which is node 0, and an earlier node everywhere else, so the
+nodes of a path ascend. Nothing hangs on a node whose parent is -1 or not an earlier one, and it hangs on nothing: it
+is the root of a tree of its own, which no acceptance reaches.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mamba_spec_jax.array_types import Ancestors, Int32, Parents, Rows
+from pallas_kernels.state_commit.window import earlier
+
+
+def earlier_parents(parents: Parents) -> Parents:
+    """The parents as int32, -1 where one is not an earlier node."""
+    parents = jnp.asarray(parents, jnp.int32)
+    return earlier(parents, jnp.arange(parents.shape[-1], dtype=jnp.int32))
+
+
+def ancestor_mask(parents: Parents) -> Ancestors:
+    """`[b, t, j]` whether node j is on the path from the root to node t, t itself included."""
+    jump = earlier_parents(parents)
+    T = jump.shape[-1]
+    mask = jnp.broadcast_to(jnp.eye(T, dtype=bool), (*jump.shape, T))
+    # Each round doubles how far back a node has looked, and how far its next jump goes.
+    for _ in range((T - 1).bit_length()):
+        target = jnp.maximum(jump, 0)
+        mask |= jnp.take_along_axis(mask, target[..., None], axis=-2) & (jump >= 0)[..., None]
+        jump = jnp.where(jump >= 0, jnp.take_along_axis(jump, target, axis=-1), -1)
+    return mask
+
+
+def depths(parents: Parents) -> Int32[jax.Array, "B T"]:
+    """Edges between each node and its root, 0 at the root."""
+    return jnp.sum(ancestor_mask(parents), axis=-1, dtype=jnp.int32) - 1
+
+
+def path_to(parents: Parents, node: Rows, width: int) -> Int32[jax.Array, "B width"]:
+    """The nodes from the root to `node[b]`, then -1; all -1 where there is no such node.
+
+    Args:
+        parents: `[B, T]`.
+        node: `[B]`.
+        width: columns of the result (static); a longer path is cut behind them.
+    """
+    mask = ancestor_mask(parents)
+    T = mask.shape[-1]
+    nodes = jnp.arange(T, dtype=jnp.int32)
+    exists = (node >= 0) & (node < T)
+    on_path = jnp.take_along_axis(mask, jnp.clip(node, 0, T - 1)[:, None, None], axis=1)[:, 0] & exists[:, None]
+    depth = jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
+    here = on_path[:, None] & (depth[:, None] == jnp.arange(width, dtype=jnp.int32)[:, None])  # [B, width, T]
+    return jnp.max(jnp.where(here, nodes, -1), axis=-1)
+
+
+def check_parents(caller: str, parents: Any, shape: tuple[int, ...]) -> None:
+    """Refuses parents of another shape or dtype and, wherever their values are known, parents that are not a tree.
+
+    Values are known of NumPy arrays, such as a `TreeTopology` gives, while tracing too, and of all arrays outside jit.
+
+    Args:
+        caller: who asks, for the message.
+        parents: `[B, T]`.
+        shape: `(B, T)`.
+
+    Raises:
+        ValueError: naming each node whose parent does not come before it.
+    """
+    if parents.shape != shape or not jnp.issubdtype(parents.dtype, jnp.integer):
+        raise ValueError(
+            f"{caller} got parents {parents.dtype}{list(parents.shape)}, expected int32{list(shape)}: the parent of "
+            "each node of the verify, root included"
+        )
+    if isinstance(parents, jax.core.Tracer):
+        return
+    values = np.asarray(parents)
+    late = (values < -1) | (values >= np.arange(shape[1]))
+    if late.any():
+        problems = "; ".join(f"parents[{b}, {t}] is {values[b, t]}, expected -1..{t - 1}" for b, t in np.argwhere(late))
+        raise ValueError(f"{caller}: a parent must come before its child, and the root has none (-1): {problems}")

@@ -1,0 +1,142 @@
+"""Trees under the recurrence: the bits of a chain where they are one, and of decoding each path where they are not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_spec_jax.cache.pools import HybridCache, MambaPool
+from mamba_spec_jax.modes import CommitStrategy, ForwardMode, SpeculativeMode
+
+from ..trees import chains, path, trees
+from .recurrent import (
+    SLOTS,
+    assert_same_bits,
+    assert_same_pool,
+    commit,
+    decode_history,
+    expected_pool,
+    forward,
+    make_backend,
+    make_inputs,
+    make_weights,
+    occupied,
+)
+
+T = 6
+OWNED = np.array([4, 9, 0], np.int32)
+LENGTHS = np.array([3, 1, 5], np.int32)
+B = len(OWNED)
+VERIFY = ForwardMode.TARGET_VERIFY
+SNAPSHOT, REPLAY = CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY
+
+CASES = {
+    "float32": {},
+    "bfloat16": {"ssm_dtype": "bfloat16", "conv_dtype": "bfloat16", "conv_width": 3},
+    "float16": {"ssm_dtype": "float16", "conv_dtype": "float16"},
+    "groups": {"layers": 2, "conv_width": 5, "heads": 6, "groups": 3, "dt_limits": (0.3, 0.9)},
+}
+
+
+def scene(strategy, case, verify=SpeculativeMode.DECODE):
+    backend = make_backend(strategy, verify, **CASES[case])
+    dtype = CASES[case].get("conv_dtype", "float32")
+    weights = make_weights(backend, dtype=dtype)
+    return backend, weights, occupied(backend, OWNED, LENGTHS), make_inputs(backend, B, T, seed=4, dtype=dtype)
+
+
+def run(backend, weights, cache, inputs, num_tokens, parents, slots=OWNED):
+    """One verify, with NaN at every node that is not real."""
+    real = np.arange(T) < num_tokens[:, None]
+    inputs = [np.where(real[None, :, :, None], leaf, leaf.dtype.type(np.nan)) for leaf in inputs]
+    return forward(backend, VERIFY, cache, weights, jnp.asarray(slots), jnp.asarray(num_tokens), *inputs, parents)
+
+
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("strategy", list(CommitStrategy))
+def test_a_tree_that_is_a_chain_has_the_bits_of_the_chain(strategy, case):
+    backend, weights, cache, inputs = scene(strategy, case)
+    num_tokens = np.array([T, 4, 2], np.int32)
+    real = np.arange(T) < num_tokens[:, None]
+    chain_outputs, chain_cache, chain_record = run(backend, weights, cache, inputs, num_tokens, None)
+    outputs, tree_cache, record = run(backend, weights, cache, inputs, num_tokens, chains(B, T))
+    assert_same_bits(np.asarray(outputs)[:, real], np.asarray(chain_outputs)[:, real], "outputs")
+    assert_same_pool(tree_cache.mamba, cache.mamba, "before the commit")
+    if strategy is SNAPSHOT:
+        states, expected = np.asarray(record.recurrent), np.asarray(chain_record.recurrent)
+        assert_same_bits(states[:, real], expected[:, real], "a state at every node")
+    for steps in ([5, 3, 1], [0, 0, 0], [2, -1, 5], [T, 2, -9]):
+        track = jnp.array([1, 3, -1], jnp.int32), jnp.array([3, 3, 0], jnp.int32)
+        after = commit(backend, tree_cache, record, jnp.asarray(steps, jnp.int32), *track)
+        expected = commit(backend, chain_cache, chain_record, jnp.asarray(steps, jnp.int32), *track)
+        assert_same_pool(after.mamba, expected.mamba, f"after {steps}")
+        np.testing.assert_array_equal(after.lengths, expected.lengths)
+
+
+def decoded_paths(parents, weights, cache, inputs, case):
+    """What decoding the path of every node on its own gives: outputs of the nodes, and states with their windows.
+
+    Returns:
+        outputs `[L, B, T, H, P]`, states and windows `[L, B, T + 1, ...]`, those before the tree at T.
+    """
+    decoder = make_backend(SNAPSHOT, **CASES[case])
+    paths = [path(parents[b], t) for b in range(B) for t in range(T)]
+    row, last = np.repeat(np.arange(B), T), np.array([len(nodes) - 1 for nodes in paths])
+    padded = np.array([nodes + [0] * (T - len(nodes)) for nodes in paths])
+    mamba = jax.tree.map(lambda pool: pool[:, OWNED[row]], cache.mamba)
+    alone = HybridCache(mamba, cache.kv, jnp.zeros(B * T, jnp.int32), cache.max_len)
+    follow = [leaf[:, row[:, None], padded] for leaf in inputs]
+    outputs, history = decode_history(decoder, weights, alone, np.arange(B * T), follow)
+    entry = np.arange(B * T)
+    before = jax.tree.map(lambda leaf: leaf[:, entry, 0].reshape(-1, B, T, *leaf.shape[3:])[:, :, :1], history)
+    after = jax.tree.map(lambda leaf: leaf[:, entry, last + 1].reshape(-1, B, T, *leaf.shape[3:]), history)
+    pools = jax.tree.map(lambda new, old: np.concatenate([new, old], axis=2), after, before)
+    return outputs[:, entry, last].reshape(-1, B, T, *outputs.shape[3:]), MambaPool(pools.ssm, pools.conv)
+
+
+def check_random_tree(strategy, case, verify, parents, num_tokens, same):
+    backend, weights, cache, inputs = scene(strategy, case, verify)
+    expected_outputs, nodes = decoded_paths(parents, weights, cache, inputs, case)
+    slots = np.where(num_tokens > 0, OWNED, -1).astype(np.int32)
+    outputs, verified, record = run(backend, weights, cache, inputs, num_tokens, parents, slots)
+    real = np.arange(T) < num_tokens[:, None]
+    same(np.asarray(outputs)[:, real], expected_outputs[:, real])
+    assert_same_pool(verified.mamba, cache.mamba, "before the commit")
+    for t in range(-1, T):
+        # Each row at another node; and another one is published to a slot that is nobody's.
+        steps = (t + np.arange(B)) % (T + 1) - 1
+        tracked = (steps + 3) % T
+        after = commit(backend, verified, record, *(jnp.asarray(v, jnp.int32) for v in (steps, [1, 3, 5], tracked)))
+        live = [(OWNED[b], b, steps[b] if real[b][steps[b]] and steps[b] >= 0 else T) for b in range(B)]
+        targets = live + [((1, 3, 5)[b], b, tracked[b]) for b in range(B) if real[b][tracked[b]]]
+        expected = expected_pool(cache.mamba, nodes, targets)
+        same(np.asarray(after.mamba.ssm), expected.ssm)
+        assert_same_bits(after.mamba.conv, expected.conv, "windows hold inputs, which no form computes")
+        gained = np.zeros(SLOTS, np.int32)
+        for slot, b, node in live:
+            gained[slot] = len(path(parents[b], node)) if node < T else 0
+        np.testing.assert_array_equal(after.lengths, cache.lengths + gained)
+
+
+counts = st.lists(st.sampled_from([T, T, 4, 1, 0]), min_size=B, max_size=B).map(lambda c: np.array(c, np.int32))
+
+
+@pytest.mark.parametrize(("strategy", "case"), [
+    (SNAPSHOT, "float32"), (REPLAY, "float32"), (SNAPSHOT, "float16"),
+])  # fmt: skip
+@settings(max_examples=6)
+@given(parents=trees(B, T), num_tokens=counts)
+def test_every_node_has_the_bits_of_decoding_its_path(strategy, case, parents, num_tokens):
+    check_random_tree(strategy, case, SpeculativeMode.DECODE, parents, num_tokens, assert_same_bits)
+
+
+@pytest.mark.parametrize(("strategy", "case"), [(SNAPSHOT, "groups"), (REPLAY, "float32")])
+@settings(max_examples=6)
+@given(parents=trees(B, T), num_tokens=counts)
+def test_the_chunked_form_is_close_to_decoding_each_path(strategy, case, parents, num_tokens):
+    def close(actual, expected):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+    check_random_tree(strategy, case, SpeculativeMode.PREFILL, parents, num_tokens, close)
