@@ -133,7 +133,7 @@ class StepBench:
 
     def _propose(self, num_drafts, params, text, proposal, zero):
         tokens, lengths = text
-        return self._drafter.propose((), tokens + zero, lengths, num_drafts)
+        return self._drafter.propose(None, (), tokens + zero, lengths, None, num_drafts)
 
 
 def _accept(method, state, params, given, result, zero):

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Int32, RowFlags, Rows, Seeds, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
-from mamba_spec_jax.cache.records import Draft
+from mamba_spec_jax.cache.records import Draft, ModelOutput
 from mamba_spec_jax.cache.tree import check_parents, depths
-from mamba_spec_jax.speculative.acceptance import accept
-from mamba_spec_jax.speculative.protocol import Drafter, Proposal, SpeculativeModel
-from mamba_spec_jax.speculative.sampling import Method
+from mamba_spec_jax.modes import ForwardMode
+from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
+from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal, SpeculativeModel
+from mamba_spec_jax.speculative.sampling import Method, TokenChoice
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, limit_accept
 
 
@@ -113,6 +114,7 @@ def speculative_decode_step(
     method: Method,
     num_drafts: int,
     stops: StopConditions | None = None,
+    drafter_params: Any = None,
 ) -> DecodeState:
     """Drafts up to `num_drafts` tokens a row, verifies them in one pass, and commits exactly what was accepted.
 
@@ -127,6 +129,7 @@ def speculative_decode_step(
         method: how tokens are chosen.
         num_drafts: K; the verify pass has T = K + 1 columns, and emits K + 1 tokens a row at most.
         stops: what ends a row, besides its budget.
+        drafter_params: the drafter's weights, if it has any.
 
     Raises:
         ValueError: while tracing, if the model's or the drafter's commit was left out, or shapes disagree.
@@ -140,7 +143,7 @@ def speculative_decode_step(
             f"{state.statistics.histogram.shape[1] - 1}: pass max_drafts to init_decode"
         )
     remaining = requests.max_new - state.new_tokens
-    proposal = _propose(drafter, state, num_drafts)
+    proposal = propose(drafter, drafter_params, state, method, num_drafts)
     draft = _draft(state, proposal, active, jnp.minimum(requests.draft_limit, remaining - 1))
 
     output = model.verify(params, draft, state.cache)
@@ -166,7 +169,7 @@ def speculative_decode_step(
     cache = model.backend.update_mamba_state_after_mtp_verify(
         output.cache, output.record, result.last_correct_step_indices
     )
-    drafter_state = drafter.update(proposal.state, output, result.tokens, result.accept_lens, active)
+    drafter_state = drafter.update(drafter_params, proposal.state, _progress(drafter, draft, output, result))
     _require_commits(cache, drafter_state)
     return dataclasses.replace(
         state,
@@ -192,12 +195,15 @@ def decode_steps(
     num_drafts: int,
     stops: StopConditions | None,
     num_steps: int,
+    drafter_params: Any = None,
 ) -> DecodeState:
     """`num_steps` steps with a known trip count, so that no predicate travels to the host; arguments as the step's."""
     return jax.lax.fori_loop(
         0,
         num_steps,
-        lambda _, carry: speculative_decode_step(model, params, carry, drafter, method, num_drafts, stops),
+        lambda _, carry: speculative_decode_step(
+            model, params, carry, drafter, method, num_drafts, stops, drafter_params
+        ),
         state,
     )
 
@@ -211,6 +217,7 @@ def decode_until_finished(
     num_drafts: int,
     stops: StopConditions | None = None,
     max_steps: int | None = None,
+    drafter_params: Any = None,
 ) -> DecodeState:
     """Steps until every row has finished, or `max_steps` of them, as one `while_loop`: for programs that embed it.
 
@@ -223,16 +230,19 @@ def decode_until_finished(
 
     def step(carry):
         state, steps = carry
-        return speculative_decode_step(model, params, state, drafter, method, num_drafts, stops), steps + 1
+        state = speculative_decode_step(model, params, state, drafter, method, num_drafts, stops, drafter_params)
+        return state, steps + 1
 
     return jax.lax.while_loop(goes_on, step, (state, jnp.int32(0)))[0]
 
 
-def _propose(drafter: Drafter, state: DecodeState, num_drafts: int) -> Proposal:
+def propose(drafter: Drafter, drafter_params: Any, state: DecodeState, method: Method, num_drafts: int) -> Proposal:
+    """What the drafter says next, its shapes checked; nothing for `num_drafts = 0`."""
     B = state.lengths.shape[0]
     if num_drafts == 0:
         return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B,), jnp.int32), state.drafter)
-    proposal = drafter.propose(state.drafter, state.tokens, state.lengths, num_drafts)
+    choose = TokenChoice(state.requests.seeds, state.requests.temperature, method)
+    proposal = drafter.propose(drafter_params, state.drafter, state.tokens, state.lengths, choose, num_drafts)
     if proposal.tokens.shape != (B, num_drafts) or proposal.lengths.shape != (B,):
         raise ValueError(
             f"{type(drafter).__name__}.propose returned tokens {proposal.tokens.shape} and lengths "
@@ -258,6 +268,26 @@ def _draft(state: DecodeState, proposal: Proposal, active: RowFlags, limit: Rows
         probs=proposal.probs,
         parents=parents,
     )
+
+
+def _progress(drafter: Drafter, draft: Draft, output: ModelOutput, result: AcceptResult) -> Progress:
+    """The accepted path, as a drafter follows it."""
+    tokens, hidden = draft.tokens, output.hidden
+    require_hidden(drafter, hidden)
+    if result.path is not None:
+        path = jnp.maximum(result.path, 0)
+        tokens = jnp.take_along_axis(tokens, path, axis=1)
+        hidden = tuple(jnp.take_along_axis(layer, path[..., None], axis=1) for layer in hidden)
+    return Progress(tokens, result.tokens, hidden, result.accept_lens, ForwardMode.TARGET_VERIFY)
+
+
+def require_hidden(drafter: Drafter, hidden: tuple[Array, ...]) -> None:
+    """Raises ValueError (while tracing) if the target does not return what the drafter reads."""
+    if len(drafter.hidden_layers) > len(hidden):
+        raise ValueError(
+            f"{type(drafter).__name__} reads the target's hidden states of layers {drafter.hidden_layers}, but the "
+            f"target returns those of {len(hidden)} layers: build it with hidden_layers={drafter.hidden_layers}"
+        )
 
 
 def _require_commits(cache: HybridCache, drafter_state: Any) -> None:

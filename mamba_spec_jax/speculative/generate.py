@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_spec_jax.array_types import Array, Int32, RowFlags, Rows, Tokens
-from mamba_spec_jax.speculative.decode import DecodeState, Statistics, decode_steps, decode_until_finished
+from mamba_spec_jax.speculative.decode import DecodeState, Statistics, decode_steps, decode_until_finished, propose
 from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.prompts import init_decode
@@ -70,6 +70,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
+    drafter_params: Any = None,
     depth: int | str | DepthPolicy | None = None,
     method: Method = Greedy(),  # noqa: B008, frozen
     stops: StopConditions | None = None,
@@ -83,6 +84,7 @@ def generate(
         params: its weights.
         prompts: token ids of each row, at least one each.
         drafter: source of drafts; prompt lookup by default.
+        drafter_params: its weights, if it has any.
         depth: drafts a step; "auto" lets measured cost and acceptance decide; the drafter's maximum by default.
         method: how tokens are chosen.
         stops: what ends a row, besides its budget.
@@ -94,8 +96,16 @@ def generate(
         ValueError: for prompts, lengths or options that do not fit; MemoryError before an allocation that cannot.
     """
     drafter, policy = resolve_drafting(drafter, depth)
-    state = init_decode(model, params, prompts, drafter=drafter, max_drafts=policy.max_drafts, **requests)
-    for newest, _ in decode_chunks(model, params, state, drafter, method, stops, policy, chunk_steps):
+    state = init_decode(
+        model,
+        params,
+        prompts,
+        drafter=drafter,
+        drafter_params=drafter_params,
+        max_drafts=policy.max_drafts,
+        **requests,
+    )
+    for newest, _ in decode_chunks(model, params, state, drafter, method, stops, policy, chunk_steps, drafter_params):
         state = newest
     return collect(state)
 
@@ -129,6 +139,7 @@ def decode_chunks(
     stops: StopConditions | None,
     policy: DepthPolicy,
     chunk_steps: int,
+    drafter_params: Any = None,
 ) -> Iterator[tuple[DecodeState, ChunkReport]]:
     """Runs chunks until every row has finished, yielding each chunk's report (on the host) with the newest state.
 
@@ -150,7 +161,7 @@ def decode_chunks(
             num_drafts, programs, enqueued = policy.choose(), _compiled_programs(), time.perf_counter()
             steps = policy.steps(num_drafts, chunk_steps)
             state, report = _run_chunk(
-                model, params, state, drafter, method, num_drafts, stops, steps, policy.max_drafts
+                model, params, state, drafter, method, num_drafts, stops, steps, policy.max_drafts, drafter_params
             )
             in_flight.append(_InFlight(report, num_drafts, _compiled_programs() == programs, enqueued))
             most_remaining -= steps  # every active row emits at least one token a step
@@ -189,7 +200,7 @@ def collect(state: DecodeState) -> Generation:
     )
 
 
-def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, max_drafts):
+def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, max_drafts, drafter_params=None):
     before = state
     looks = 0 if num_drafts or not max_drafts else math.gcd(num_steps, _JUDGED_DRAFTS)
 
@@ -197,10 +208,10 @@ def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, 
     loop = decode_until_finished if _host_is_device() else decode_steps
 
     def decode(state, num_steps):
-        return loop(model, params, state, drafter, method, num_drafts, stops, num_steps)
+        return loop(model, params, state, drafter, method, num_drafts, stops, num_steps, drafter_params)
 
     def look_and_decode(state, _):
-        proposal = drafter.propose(state.drafter, state.tokens, state.lengths, max_drafts)
+        proposal = propose(drafter, drafter_params, state, method, max_drafts)
         counts = jnp.where(state.active, proposal.lengths, -1)
         return decode(state, num_steps // looks), (proposal.tokens, counts, state.lengths)
 

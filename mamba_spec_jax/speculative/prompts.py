@@ -9,8 +9,9 @@ import numpy as np
 
 from mamba_spec_jax.array_types import Rows
 from mamba_spec_jax.cache.pools import HybridCache
-from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics
-from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
+from mamba_spec_jax.modes import ForwardMode
+from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics, require_hidden
+from mamba_spec_jax.speculative.protocol import Drafter, Progress, SpeculativeModel
 from mamba_spec_jax.speculative.stop import StopReason
 
 PREFILL_CHUNK = 256
@@ -29,6 +30,7 @@ def init_decode(
     seeds: int | Sequence[int] = 0,
     temperature: float | Sequence[float] = 1.0,
     logprobs: bool = False,
+    drafter_params: Any = None,
 ) -> DecodeState:
     """Checks the prompts, makes a cache that holds prompt and output, and prefills all but each row's last token.
 
@@ -41,6 +43,7 @@ def init_decode(
         seeds: of each row's draws; a single number is counted up from row to row.
         temperature: used by `Sampling`; 0 is greedy.
         logprobs: whether to keep each emitted token's log-probability.
+        drafter_params: the drafter's weights, if it has any.
     """
     lengths = _check_prompts(prompts, model.vocab_size)
     B = len(prompts)
@@ -57,10 +60,13 @@ def init_decode(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     slots = jnp.arange(B, dtype=jnp.int32)
-    cache = prefill_prompts(model, params, model.init_cache(B, max_len), tokens, lengths - 1, slots)
+    cache, drafter_state = model.init_cache(B, max_len), drafter.init(B, max_len)
+    cache, drafter_state = prefill_prompts(
+        model, params, cache, drafter, drafter_params, drafter_state, tokens, lengths - 1, slots
+    )
     return DecodeState(
         cache=cache,
-        drafter=drafter.init(B, max_len),
+        drafter=drafter_state,
         tokens=jnp.asarray(tokens),
         lengths=jnp.asarray(lengths),
         prompt_lengths=jnp.asarray(lengths),
@@ -84,26 +90,42 @@ def init_decode(
 
 
 def prefill_prompts(
-    model: SpeculativeModel, params: Any, cache: HybridCache, tokens: np.ndarray, counts: np.ndarray, slots: Rows
-) -> HybridCache:
-    """Prefills the first `counts[b]` columns of each row in power-of-two chunks, one trace a chunk size."""
+    model: SpeculativeModel,
+    params: Any,
+    cache: HybridCache,
+    drafter: Drafter,
+    drafter_params: Any,
+    drafter_state: Any,
+    tokens: np.ndarray,
+    counts: np.ndarray,
+    slots: Rows,
+) -> tuple[HybridCache, Any]:
+    """Prefills the first `counts[b]` columns of each row in power-of-two chunks, one trace a chunk size.
+
+    Cache and drafter state are consumed; the drafter follows chunk by chunk.
+    """
     start, longest = 0, int(counts.max())
+    padded = np.pad(tokens, ((0, 0), (0, PREFILL_CHUNK + 1)))
     while start < longest:
         size = min(PREFILL_CHUNK, _next_power_of_two(longest - start))
-        window = np.zeros((tokens.shape[0], size), np.int32)
-        real = tokens[:, start : start + size]
-        window[:, : real.shape[1]] = real
         num_tokens = np.clip(counts - start, 0, size).astype(np.int32)
-        cache = _prefill(model, params, jnp.asarray(window), cache, slots, jnp.asarray(num_tokens))
+        window = jnp.asarray(padded[:, start : start + size + 1])
+        cache, drafter_state = _prefill(
+            model, params, window, cache, slots, jnp.asarray(num_tokens), drafter, drafter_params, drafter_state
+        )
         start += size
-    return cache
+    return cache, drafter_state
 
 
-def _prefill_chunk(model, params, tokens, cache, slots, num_tokens):
-    return model.prefill(params, tokens, cache, slots=slots, num_tokens=num_tokens).cache
+def _prefill_chunk(model, params, window, cache, slots, num_tokens, drafter, drafter_params, drafter_state):
+    tokens, following = window[:, :-1], window[:, 1:]
+    output = model.prefill(params, tokens, cache, slots=slots, num_tokens=num_tokens)
+    require_hidden(drafter, output.hidden)
+    progress = Progress(tokens, following, output.hidden, num_tokens, ForwardMode.EXTEND)
+    return output.cache, drafter.update(drafter_params, drafter_state, progress)
 
 
-_prefill = jax.jit(_prefill_chunk, static_argnums=0, donate_argnums=3)
+_prefill = jax.jit(_prefill_chunk, static_argnums=(0, 6), donate_argnums=(3, 8))
 
 
 def _next_power_of_two(n: int) -> int:

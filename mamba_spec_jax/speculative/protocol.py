@@ -4,9 +4,11 @@ from typing import Any, Protocol
 
 import flax.struct
 
-from mamba_spec_jax.array_types import Logits, Parents, RowFlags, Rows, Tokens
+from mamba_spec_jax.array_types import Hidden, Logits, Parents, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
+from mamba_spec_jax.modes import ForwardMode
+from mamba_spec_jax.speculative.sampling import TokenChoice
 
 
 class CommitBackend(Protocol):
@@ -44,31 +46,69 @@ class SpeculativeModel(Protocol):
         ...
 
 
+@flax.struct.dataclass
+class Progress:
+    """What the target has read in one pass, and what a drafter may learn from it: a path, whatever tree it came from.
+
+    Attributes:
+        tokens: `[B, T]` tokens read, one behind the other.
+        following: `[B, T]` the token that follows each in the text.
+        hidden: `[B, T, D]` the target's hidden state at each, for every layer that the drafter asks for.
+        counts: `[B]` how many columns are real; 0 in rows that stand still.
+        mode: the pass, EXTEND for a piece of prompt, TARGET_VERIFY for an accepted path (static).
+    """
+
+    tokens: Tokens
+    following: Tokens
+    hidden: tuple[Hidden, ...]
+    counts: Rows
+    mode: ForwardMode = flax.struct.field(pytree_node=False)
+
+
 class Drafter(Protocol):
-    """A source of drafts. Hashable and static; what it remembers is a pytree that the loop carries."""
+    """A source of drafts. Hashable and static; its weights arrive as `params`, what it remembers is a pytree.
+
+    Rows of its state are batch rows. A drafter that has a recurrent state of its own brings it to the accepted prefix
+    by `update_mamba_state_after_mtp_verify`, as the target does.
+    """
 
     @property
     def max_drafts(self) -> int:
         """K, the most tokens it proposes: the nodes of a tree, root not counted."""
         ...
 
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers of the target whose hidden states it reads."""
+        ...
+
     def init(self, batch: int, max_len: int) -> Any:
         """Empty drafter state for `batch` rows of at most `max_len` tokens."""
         ...
 
-    def propose(self, state: Any, tokens: Tokens, lengths: Rows, num_drafts: int) -> "Proposal":
+    def propose(
+        self, params: Any, state: Any, tokens: Tokens, lengths: Rows, choose: TokenChoice, num_drafts: int
+    ) -> "Proposal":
         """Proposes up to `num_drafts` tokens after each row's last token.
 
         Args:
+            params: the drafter's weights.
             state: drafter state.
             tokens: `[B, M]` all tokens of each row so far, prompt included.
             lengths: `[B]` how many of them are real; the last one is the root.
+            choose: how the target chooses its tokens.
             num_drafts: K, static.
         """
         ...
 
-    def update(self, state: Any, output: ModelOutput, emitted: Tokens, accept_lens: Rows, active: RowFlags) -> Any:
-        """Follows the accepted path after the target's verify pass; drafters with a cache of their own commit here."""
+    def update(self, params: Any, state: Any, progress: Progress) -> Any:
+        """Follows the target: after every piece of prompt, and after every verify pass, with what was accepted.
+
+        Args:
+            params: the drafter's weights.
+            state: as `propose` returned it, or as the last update did where nothing was proposed.
+            progress: what the target read. It is all that the drafter is told of prompts.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ import enum
 import math
 from typing import Protocol, runtime_checkable
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,19 +162,60 @@ def draw_keys(seeds: Seeds, positions: Int32[Array, "B *N"], purpose: Purpose) -
     return jax.vmap(key_of)(rows.ravel(), positions.ravel()).reshape(positions.shape)
 
 
+def perturbed(keys: Array, log_probs: Float[Array, "*N V"]) -> Float[Array, "*N V"]:
+    """Log-probabilities plus Gumbel noise from each key: the largest is a draw, the n largest n draws without
+    replacement (Gumbel 1954; Kool et al. 2019)."""
+    vocab = log_probs.shape[-1]
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="low"))(keys.ravel())
+    return log_probs + noise.reshape(log_probs.shape)
+
+
 def draw_tokens(keys: Array, log_probs: Float[Array, "*N V"]) -> Int32[Array, "*N"]:
     """One token per key by the Gumbel-max rule: `argmax(log_probs + noise)`.
 
     Log-probabilities need not be normalised; a token at -inf is never drawn while another is above it.
     """
-    vocab = log_probs.shape[-1]
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="low"))(keys.ravel())
-    return jnp.argmax(log_probs + noise.reshape(log_probs.shape), axis=-1).astype(jnp.int32)
+    return jnp.argmax(perturbed(keys, log_probs), axis=-1).astype(jnp.int32)
 
 
 def draw_uniforms(keys: Array) -> Float[Array, "*N"]:
     """One float32 in [0, 1) per key: 0 is possible, 1 is not."""
     return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys.ravel()).reshape(keys.shape)
+
+
+@flax.struct.dataclass
+class TokenChoice:
+    """How the rows of a batch choose their tokens, for drafters that want to choose as the target will.
+
+    A drafter that draws with the target's own noise at the same position draws the target's own token the more often
+    the closer their distributions are, at least (1 - TV) / (1 + TV) of the time (Daliri et al. 2024), and its drafts
+    count as chosen outright: what is emitted is, token for token, what sampling without speculation would emit.
+
+    Attributes:
+        method: static.
+        seeds: `[B]`.
+        temperature: `[B]`.
+    """
+
+    seeds: Seeds
+    temperature: Float[Array, "B"]
+    method: Method = flax.struct.field(pytree_node=False)
+
+    def scores(self, logits: Float[Array, "B *N V"], positions: Int32[Array, "B *N"]) -> Float[Array, "B *N V"]:
+        """What the likeliest choices are largest in; the choice itself is the argmax.
+
+        Args:
+            logits: `[B, ..., V]`.
+            positions: `[B, ...]` absolute position of the token that is chosen.
+        """
+        if isinstance(self.method, Greedy):
+            return mask_logits(logits, None)
+        log_probs = filtered_log_probs(self.method, logits, self.temperature)
+        return perturbed(draw_keys(self.seeds, positions, Purpose.TOKEN), log_probs)
+
+    def __call__(self, logits: Float[Array, "B *N V"], positions: Int32[Array, "B *N"]) -> Int32[Array, "B *N"]:
+        """The token each row would choose from `logits` at `positions`; arguments as `scores`'."""
+        return jnp.argmax(self.scores(logits, positions), axis=-1).astype(jnp.int32)
 
 
 @jax.jit

@@ -38,6 +38,7 @@ def stream(
     stop_strings: Sequence[str] = (),
     eos_ids: Sequence[int] = (),
     drafter: Drafter | None = None,
+    drafter_params: Any = None,
     depth: int | str | DepthPolicy | None = None,
     method: Method = Greedy(),  # noqa: B008, frozen
     chunk_steps: int = 16,
@@ -49,7 +50,7 @@ def stream(
     is decided. A stop string and special tokens are never shown; the pieces of a row add up to `generated_texts`.
 
     Args:
-        model, params, prompts, drafter, depth, method, chunk_steps, **requests: as for `generate`.
+        model, params, prompts, drafter, drafter_params, depth, method, chunk_steps, **requests: as for `generate`.
         tokenizer: the model's, with a byte-level decoder.
         stop_strings: text that ends a row; see `text_stops`.
         eos_ids: tokens that end a row.
@@ -63,10 +64,20 @@ def stream(
     stops = text_stops(tokenizer, model.vocab_size, eos_ids, stop_strings)
     table = _visible_bytes(tokenizer, model.vocab_size)
     drafter, policy = resolve_drafting(drafter, depth)
-    state = init_decode(model, params, prompts, drafter=drafter, max_drafts=policy.max_drafts, **requests)
+    state = init_decode(
+        model,
+        params,
+        prompts,
+        drafter=drafter,
+        drafter_params=drafter_params,
+        max_drafts=policy.max_drafts,
+        **requests,
+    )
     texts = [TextAssembler(table, stop_strings) for _ in prompts]
     ended: set[int] = set()
-    for newest, report in decode_chunks(model, params, state, drafter, method, stops, policy, chunk_steps):
+    for newest, report in decode_chunks(
+        model, params, state, drafter, method, stops, policy, chunk_steps, drafter_params
+    ):
         state = newest
         for row, assembler in enumerate(texts):
             if row in ended:

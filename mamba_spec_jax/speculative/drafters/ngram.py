@@ -1,11 +1,13 @@
 """Prompt lookup: what followed the last time the text ended like this."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import RowFlags, Rows, Tokens
-from mamba_spec_jax.speculative.protocol import ModelOutput, Proposal
+from mamba_spec_jax.array_types import Rows, Tokens
+from mamba_spec_jax.speculative.protocol import Progress, Proposal
+from mamba_spec_jax.speculative.sampling import TokenChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,10 @@ class NgramDrafter:
     max_ngram: int = 4
     min_ngram: int = 1
 
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return ()
+
     def __post_init__(self):
         if self.max_drafts < 0:
             raise ValueError(f"NgramDrafter.max_drafts is {self.max_drafts}, expected at least 0")
@@ -43,13 +49,17 @@ class NgramDrafter:
         """No state."""
         return ()
 
-    def propose(self, state: tuple[()], tokens: Tokens, lengths: Rows, num_drafts: int) -> Proposal:
+    def propose(
+        self, params: Any, state: tuple[()], tokens: Tokens, lengths: Rows, choose: TokenChoice | None, num_drafts: int
+    ) -> Proposal:
         """Proposes `num_drafts` tokens, or none, after the last real token of each row.
 
         Args:
+            params: unused, there are no weights.
             state: `()`.
             tokens: `[B, M]` all tokens of each row; columns at or past its length may hold anything.
             lengths: `[B]` real tokens.
+            choose: unused, the text alone says what comes.
             num_drafts: K, at most `max_drafts` (static).
         """
         if not 0 <= num_drafts <= self.max_drafts:
@@ -66,9 +76,7 @@ class NgramDrafter:
             state=state,
         )
 
-    def update(
-        self, state: tuple[()], output: ModelOutput, emitted: Tokens, accept_lens: Rows, active: RowFlags
-    ) -> tuple[()]:
+    def update(self, params: Any, state: tuple[()], progress: Progress) -> tuple[()]:
         """Nothing to follow: the emitted tokens come back with the next `propose`."""
         return state
 

@@ -31,17 +31,18 @@ class Foresight:
     """Proposes what its state says: tokens `[B, M]` by position, and how many when a row is so long `[B, M]`."""
 
     max_drafts: int = DRAFTS
+    hidden_layers = ()
 
     def init(self, batch, max_len):
         return jnp.zeros((batch, max_len), jnp.int32), jnp.zeros((batch, max_len), jnp.int32)
 
-    def propose(self, state, tokens, lengths, num_drafts):
+    def propose(self, params, state, tokens, lengths, choose, num_drafts):
         foreseen, counts = state
         at = jnp.minimum(lengths[:, None] + jnp.arange(num_drafts), foreseen.shape[1] - 1)
         count = jnp.take_along_axis(counts, lengths[:, None], axis=1)[:, 0]
         return ms.Proposal(jnp.take_along_axis(foreseen, at, axis=1), count, state)
 
-    def update(self, state, output, emitted, accept_lens, active):
+    def update(self, params, state, progress):
         return state
 
 
@@ -308,8 +309,8 @@ class WithoutRecord(ToyModel):
 
 
 class TooFew(Foresight):
-    def propose(self, state, tokens, lengths, num_drafts):
-        proposal = super().propose(state, tokens, lengths, num_drafts)
+    def propose(self, params, state, tokens, lengths, choose, num_drafts):
+        proposal = super().propose(params, state, tokens, lengths, choose, num_drafts)
         return dataclasses.replace(proposal, tokens=proposal.tokens[:, 1:])
 
 

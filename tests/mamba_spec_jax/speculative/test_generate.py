@@ -202,8 +202,8 @@ class ForgetfulDrafter(ms.NgramDrafter):
     def init(self, batch, max_len):
         return self.model.init_cache(batch, max_len)
 
-    def update(self, state, output, emitted, accept_lens, active):
-        return dataclasses.replace(state, awaiting_commit=True)
+    def update(self, params, state, progress):
+        return dataclasses.replace(state, awaiting_commit=progress.mode is ms.ForwardMode.TARGET_VERIFY)
 
 
 def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
@@ -309,7 +309,7 @@ def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
         for look, row in np.ndindex(expected.shape):
             at = lengths[row] + 2 * look
             if at < ends[row]:
-                proposal = drafter.propose((), tokens[row : row + 1], jnp.asarray([at], jnp.int32), DRAFTS)
+                proposal = drafter.propose(None, (), tokens[row : row + 1], jnp.asarray([at], jnp.int32), None, DRAFTS)
                 count = min(int(proposal.lengths[0]), int(report.lengths[row] - at))
                 wrong = np.flatnonzero(proposal.tokens[0, :count] != tokens[row, at : at + count])
                 expected[look, row] = wrong[0] if wrong.size else count

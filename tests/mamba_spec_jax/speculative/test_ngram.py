@@ -16,7 +16,7 @@ MAX_LEN = 20
 
 @functools.partial(jax.jit, static_argnames=("drafter", "num_drafts"))
 def propose(drafter, tokens, lengths, num_drafts):
-    return drafter.propose((), tokens, lengths, num_drafts)
+    return drafter.propose(None, (), tokens, lengths, None, num_drafts)
 
 
 def oracle(tokens, num_drafts, max_ngram, min_ngram):
@@ -86,7 +86,7 @@ def test_nothing_to_propose():
 def test_keeps_no_state():
     drafter = NgramDrafter(4)
     assert drafter.init(3, 100) == ()
-    assert drafter.update((), None, None, None, None) == ()
+    assert drafter.update(None, (), None) == ()
     assert hash(drafter) == hash(NgramDrafter(4))
 
 

@@ -97,11 +97,12 @@ class ToyDrafter:
     table: tuple[tuple[float, ...], ...]
     max_drafts: int
     point_mass: bool = False
+    hidden_layers = ()
 
     def init(self, batch, max_len):
         return jnp.arange(batch, dtype=jnp.uint32)
 
-    def propose(self, state, tokens, lengths, num_drafts):
+    def propose(self, params, state, tokens, lengths, choose, num_drafts):
         table = jnp.asarray(self.table, jnp.float32)
         last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
         drafts, probs = [], []
@@ -120,7 +121,7 @@ class ToyDrafter:
             probs=None if self.point_mass else jnp.stack(probs, axis=1),
         )
 
-    def update(self, state, output, emitted, accept_lens, active):
+    def update(self, params, state, progress):
         return state
 
 
