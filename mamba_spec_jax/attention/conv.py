@@ -28,6 +28,7 @@ def causal_conv1d(
     T, width = inputs.shape[1], weight.shape[0]
     history = jnp.concatenate([window, inputs], axis=1).astype(jnp.float32)
     weight = weight.astype(jnp.float32)
+    neighbours: Iterator[Array]
     if parents is None:
         neighbours = (history[:, tap : tap + T] for tap in range(width))
     else:

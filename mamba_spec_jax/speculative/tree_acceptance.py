@@ -21,7 +21,7 @@ def walk_tree(draft: Draft, targets: Tokens, vocab: int) -> tuple[Rows, Rows]:
     Returns:
         `[B]` the last node reached, and the `[B]` target's token after it.
     """
-    parents = earlier_parents(draft.parents)
+    parents = earlier_parents(draft.parents)  # type: ignore[arg-type]  # the caller has looked
     wanted = jnp.take_along_axis(targets, jnp.maximum(parents, 0), axis=1)
     right = _candidates(draft, parents, vocab) & (draft.tokens == wanted)
     right = right.at[:, 0].set(True)
@@ -51,7 +51,7 @@ def reject_tree(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) ->
     Returns:
         As `walk_tree`.
     """
-    parents = earlier_parents(draft.parents)
+    parents = earlier_parents(draft.parents)  # type: ignore[arg-type]  # the caller has looked
     candidates = _candidates(draft, parents, log_p.shape[-1])
     tokens = jnp.where(candidates, draft.tokens, 0)
     uniforms = _sibling_uniforms(parents, seeds, positions)

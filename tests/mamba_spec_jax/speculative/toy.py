@@ -7,9 +7,11 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
+from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode
 from mamba_spec_jax.speculative.protocol import ModelOutput, Proposal
 from mamba_spec_jax.speculative.sampling import Purpose, draw_keys, draw_tokens
+from mamba_spec_jax.speculative.tree import TreeTopology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,16 @@ class ToyBackend:
         if record.spec != self.record_spec:
             raise ValueError(f"this record was made by {record.spec}, but the commit belongs to {self.record_spec}")
         steps = last_correct_step_indices
+        counts = steps + 1
+        if record.parents is not None:
+            counts = jnp.sum(path_to(record.parents, steps, record.parents.shape[1]) >= 0, axis=1)
         kept = (steps >= 0) & (steps < record.num_tokens)
         slots = jnp.where(kept, slot_index(record.slots, cache.slots), cache.slots)
         states = record.recurrent[:, jnp.arange(steps.shape[0]), jnp.maximum(steps, 0)]
         return dataclasses.replace(
             cache,
             mamba=dataclasses.replace(cache.mamba, ssm=cache.mamba.ssm.at[:, slots].set(states, mode="drop")),
-            lengths=cache.lengths.at[slots].add(steps + 1, mode="drop"),
+            lengths=cache.lengths.at[slots].add(counts, mode="drop"),
             awaiting_commit=False,
         )
 
@@ -69,7 +74,12 @@ class ToyModel:
         return ModelOutput(params[previous, jnp.maximum(after - 1, 0)], cache)
 
     def verify(self, params, draft, cache):
-        previous = jnp.concatenate([self._states(cache, draft.slots)[:, None], draft.tokens[:, :-1] + 1], axis=1)
+        before = self._states(cache, draft.slots)[:, None]
+        if draft.parents is None:
+            previous = jnp.concatenate([before, draft.tokens[:, :-1] + 1], axis=1)
+        else:
+            above = jnp.take_along_axis(draft.tokens, jnp.maximum(draft.parents, 0), axis=1) + 1
+            previous = jnp.where(draft.parents >= 0, above, before)
         states = (draft.tokens + 1).astype(jnp.float32)[None, ..., None, None, None]
         record = VerifyRecord(
             slots=draft.slots,
@@ -77,6 +87,7 @@ class ToyModel:
             recurrent=states,
             conv_inputs=jnp.zeros((1, *draft.tokens.shape, 1)),
             spec=self.backend.record_spec,
+            parents=draft.parents,
         )
         cache = dataclasses.replace(cache, awaiting_commit=True)
         return ModelOutput(params[previous, draft.tokens], cache, record)
@@ -122,6 +133,51 @@ class ToyDrafter:
         )
 
     def update(self, params, state, progress):
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyTreeDrafter:
+    """Draws the siblings of a fixed tree from `ToyDrafter`'s chain, without replacement and in their order.
+
+    With `point_mass` it proposes the likeliest tokens outright.
+    """
+
+    table: tuple[tuple[float, ...], ...]
+    topology: TreeTopology
+    point_mass: bool = False
+
+    @property
+    def max_drafts(self):
+        return self.topology.T - 1
+
+    def init(self, batch, max_len):
+        return jnp.arange(batch, dtype=jnp.uint32)
+
+    def propose(self, state, tokens, lengths, num_drafts):
+        table = jnp.log(jnp.asarray(self.table, jnp.float32))
+        parents, depths = self.topology.parents, self.topology.depths
+        nodes = {0: jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]}
+        probs = {}
+        for parent in range(num_drafts + 1):
+            children = [node for node, above in enumerate(parents) if above == parent]
+            q = table[nodes[parent]]
+            keys = draw_keys(state, lengths + depths[parent], Purpose.DRAFT)
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, parent)
+            noise = jax.vmap(lambda key: jax.random.gumbel(key, q.shape[1:]))(keys)  # noqa: B023
+            order = jnp.argsort(-(q if self.point_mass else q + noise), axis=1).astype(jnp.int32)
+            for rank, node in enumerate(children):
+                nodes[node], probs[node] = order[:, rank], jnp.exp(q)
+        drafted = range(1, num_drafts + 1)
+        return Proposal(
+            tokens=jnp.stack([nodes[node] for node in drafted], axis=1),
+            lengths=jnp.full(lengths.shape, num_drafts, jnp.int32),
+            state=state,
+            probs=None if self.point_mass else jnp.stack([probs[node] for node in drafted], axis=1),
+            parents=self.topology.rows(lengths.shape[0]),
+        )
+
+    def update(self, state, output, emitted, accept_lens, active):
         return state
 
 
