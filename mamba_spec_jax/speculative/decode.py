@@ -248,6 +248,11 @@ def propose(drafter: Drafter, drafter_params: Any, state: DecodeState, method: M
             f"{type(drafter).__name__}.propose returned tokens {proposal.tokens.shape} and lengths "
             f"{proposal.lengths.shape}, expected {(B, num_drafts)} and {(B,)}"
         )
+    if (proposal.parents is not None) is not drafter.proposes_trees:
+        raise ValueError(
+            f"{type(drafter).__name__}.propose returned {'no ' if proposal.parents is None else ''}parents, but its "
+            f"proposes_trees is {drafter.proposes_trees}: a tree needs more room in the cache"
+        )
     if proposal.parents is not None:
         check_parents(f"{type(drafter).__name__}.propose", proposal.parents, (B, num_drafts + 1))
     return proposal

@@ -58,7 +58,7 @@ def init_decode(
     seed_rows = (np.arange(B) + seeds if isinstance(seeds, int) else _per_row("seeds", seeds, B, np.int64)) % 2**32
 
     longest = int(np.max(lengths + max_new_rows))
-    max_len = _next_power_of_two(longest + (max_drafts if _proposes_trees(drafter, B, longest, max_drafts) else 0))
+    max_len = _next_power_of_two(longest + (max_drafts if drafter.proposes_trees else 0))
     tokens = np.zeros((B, max_len), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
@@ -129,18 +129,6 @@ def _prefill_chunk(model, params, window, cache, slots, num_tokens, drafter, dra
 
 
 _prefill = jax.jit(_prefill_chunk, static_argnums=(0, 6), donate_argnums=(3, 8))
-
-
-def _proposes_trees(drafter: Drafter, batch: int, max_len: int, max_drafts: int) -> bool:
-    """What the drafter would return, as shapes: nothing is computed or allocated."""
-    if max_drafts == 0:
-        return False
-
-    def propose(tokens, lengths):
-        return drafter.propose(drafter.init(batch, max_len), tokens, lengths, max_drafts)
-
-    rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return jax.eval_shape(propose, jax.ShapeDtypeStruct((batch, max_len), jnp.int32), rows).parents is not None
 
 
 def _next_power_of_two(n: int) -> int:

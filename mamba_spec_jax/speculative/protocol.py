@@ -4,10 +4,10 @@ from typing import Any, Protocol
 
 import flax.struct
 
-from mamba_spec_jax.array_types import Hidden, Logits, Parents, Rows, Tokens
+from mamba_spec_jax.array_types import Array, Hidden, Logits, Parents, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
-from mamba_spec_jax.modes import ForwardMode
+from mamba_spec_jax.modes import DTypePolicy, ForwardMode
 from mamba_spec_jax.speculative.sampling import TokenChoice
 
 
@@ -82,6 +82,11 @@ class Drafter(Protocol):
         """The layers of the target whose hidden states it reads."""
         ...
 
+    @property
+    def proposes_trees(self) -> bool:
+        """Whether its proposals have `parents`."""
+        ...
+
     def init(self, batch: int, max_len: int) -> Any:
         """Empty drafter state for `batch` rows of at most `max_len` tokens."""
         ...
@@ -110,6 +115,28 @@ class Drafter(Protocol):
             progress: what the target read. It is all that the drafter is told of prompts.
         """
         ...
+
+
+class AutoregressiveHead(Protocol):
+    """A draft head that reads a token and a hidden state at each position: see `models.heads.head.DraftHead`."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def policy(self) -> DTypePolicy: ...
+
+    def init_cache(self, batch: int, max_len: int) -> Any: ...
+
+    def window(self, cache: Any, num_tokens: Rows, width: int, offset: int | Array = 0) -> Any: ...
+
+    def features(self, params: Any, hidden: tuple[Hidden, ...]) -> Hidden: ...
+
+    def read(
+        self, params: Any, layer: int, tokens: Tokens, hidden: Hidden, cache: Any, batch: Any
+    ) -> tuple[Hidden, Any]: ...
+
+    def logits(self, params: Any, hidden: Hidden) -> Array: ...
 
 
 @flax.struct.dataclass

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last time the text ended like this."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -32,9 +32,8 @@ class NgramDrafter:
     max_ngram: int = 4
     min_ngram: int = 1
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return ()
+    hidden_layers: ClassVar[tuple[int, ...]] = ()
+    proposes_trees: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.max_drafts < 0:

@@ -32,6 +32,7 @@ class Foresight:
 
     max_drafts: int = DRAFTS
     hidden_layers = ()
+    proposes_trees = False
 
     def init(self, batch, max_len):
         return jnp.zeros((batch, max_len), jnp.int32), jnp.zeros((batch, max_len), jnp.int32)

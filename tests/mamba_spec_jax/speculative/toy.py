@@ -109,6 +109,7 @@ class ToyDrafter:
     max_drafts: int
     point_mass: bool = False
     hidden_layers = ()
+    proposes_trees = False
 
     def init(self, batch, max_len):
         return jnp.arange(batch, dtype=jnp.uint32)
@@ -146,6 +147,8 @@ class ToyTreeDrafter:
     table: tuple[tuple[float, ...], ...]
     topology: TreeTopology
     point_mass: bool = False
+    hidden_layers = ()
+    proposes_trees = True
 
     @property
     def max_drafts(self):
@@ -154,7 +157,7 @@ class ToyTreeDrafter:
     def init(self, batch, max_len):
         return jnp.arange(batch, dtype=jnp.uint32)
 
-    def propose(self, state, tokens, lengths, num_drafts):
+    def propose(self, params, state, tokens, lengths, choose, num_drafts):
         table = jnp.log(jnp.asarray(self.table, jnp.float32))
         parents, depths = self.topology.parents, self.topology.depths
         nodes = {0: jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]}
@@ -177,7 +180,7 @@ class ToyTreeDrafter:
             parents=self.topology.rows(lengths.shape[0]),
         )
 
-    def update(self, state, output, emitted, accept_lens, active):
+    def update(self, params, state, progress):
         return state
 
 

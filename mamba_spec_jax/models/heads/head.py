@@ -1,0 +1,133 @@
+"""A draft head's static side: its module run over a cache of its own, weights coming in as `params`."""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mamba_spec_jax.array_types import Array, Hidden, Rows, Tokens
+from mamba_spec_jax.attention.base import ForwardBatch
+from mamba_spec_jax.attention.full import FullAttention
+from mamba_spec_jax.cache.pools import KVCache
+from mamba_spec_jax.models.heads.config import HeadConfig
+from mamba_spec_jax.modes import DTypePolicy, ForwardMode
+
+
+@flax.struct.dataclass
+class HeadCache:
+    """What a head has read: keys and values of each of its layers, a row for each row of the batch.
+
+    Attributes:
+        kv: one buffer a layer; rows past the lengths may hold anything.
+        lengths: `[B]` positions read for good.
+    """
+
+    kv: KVCache
+    lengths: Rows
+
+    @property
+    def max_len(self) -> int:
+        return self.kv.keys[0].shape[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftHead:
+    """A head without weights. Build it with `create`.
+
+    Attributes:
+        config: what the head is.
+        policy: dtypes.
+        graphdef: structure of its flax module, from `nnx.split`.
+    """
+
+    config: HeadConfig
+    policy: DTypePolicy
+    graphdef: Any
+
+    @classmethod
+    def create(cls, module: type[nnx.Module], config: HeadConfig, policy: DTypePolicy | None = None) -> "DraftHead":
+        """A head of the kind `module`, such as `Eagle3`; `policy` None is all float32."""
+        policy = policy or DTypePolicy()
+        graphdef, _ = nnx.split(nnx.eval_shape(lambda: module(config, policy, nnx.Rngs(0))))
+        return cls(config, policy, graphdef)
+
+    def init_params(self, module: type[nnx.Module], seed: int) -> Any:
+        """Random weights of the head alone; see `bind`."""
+        return jax.jit(lambda: nnx.split(module(self.config, self.policy, nnx.Rngs(seed)))[1])()
+
+    @staticmethod
+    def bind(params: Any, embedding: Array, output: Array | None = None) -> dict[str, Any]:
+        """The head's weights with what it borrows of its target, for the methods below; nothing is copied.
+
+        Args:
+            params: of the head.
+            embedding: `[V, D]` the target's.
+            output: `[D, V]` the target's output projection, None if that is its embedding too.
+        """
+        return {"head": params, "embedding": embedding, "output": output}
+
+    def init_cache(self, batch: int, max_len: int) -> HeadCache:
+        """An empty cache of `batch` rows of `max_len` positions."""
+        config = self.config
+        shape = (batch, max_len, config.num_key_value_heads, config.head_dim)
+        keys, values = (tuple(jnp.zeros(shape, self.policy.kv) for _ in range(config.num_layers)) for _ in range(2))
+        return HeadCache(KVCache(keys, values), jnp.zeros((batch,), jnp.int32))
+
+    @staticmethod
+    def window(cache: HeadCache, num_tokens: Rows, width: int, offset: int | Array = 0) -> ForwardBatch:
+        """`width` positions of each row, `num_tokens[b]` of them real, `offset` behind those that were read for good."""
+        lengths = cache.lengths + offset
+        return ForwardBatch(
+            slots=jnp.arange(lengths.size, dtype=jnp.int32),
+            lengths=lengths,
+            num_tokens=num_tokens,
+            positions=lengths[:, None] + jnp.arange(width, dtype=jnp.int32),
+            mode=ForwardMode.DRAFT_EXTEND,
+            kv_len=cache.max_len,
+        )
+
+    def features(self, params: Any, hidden: tuple[Hidden, ...]) -> Hidden:
+        """`[B, T, D]` what the head's first layer reads of the target's hidden states."""
+        return self._module(params).features(tuple(layer.astype(self.policy.activations) for layer in hidden))
+
+    def read(
+        self, params: Any, layer: int, tokens: Tokens, hidden: Hidden, cache: HeadCache, batch: ForwardBatch
+    ) -> tuple[Hidden, HeadCache]:
+        """One layer over a window, whose keys and values are written; lengths stay.
+
+        Args:
+            params: from `bind`.
+            layer: which (static).
+            tokens: `[B, T]` the newest token at each position; negative ones are padding.
+            hidden: `[B, T, D]` what the layer reads beside each.
+            cache: of the head.
+            batch: the window, from `window` for a chain.
+
+        Returns:
+            `[B, T, D]` its hidden states, and the cache.
+        """
+        config = self.config
+        embedded = params["embedding"][jnp.maximum(tokens, 0)].astype(self.policy.activations)
+        attention = FullAttention(scale=1 / math.sqrt(config.head_dim))
+        written = []
+
+        def attend(inputs):
+            mixed, kv = attention.forward(layer, inputs, cache.kv, batch)
+            written.append(kv)
+            return mixed
+
+        module = self._module(params).layer(layer)
+        hidden = module(embedded * config.embedding_multiplier, hidden, batch.positions, attend)
+        return hidden, dataclasses.replace(cache, kv=written[0])
+
+    def logits(self, params: Any, hidden: Hidden) -> Array:
+        """`[..., V]` float32 of the token after each hidden state; -inf for tokens the head cannot propose."""
+        output = params["embedding"].T if params["output"] is None else params["output"]
+        return self._module(params).logits(hidden, output.astype(self.policy.activations))
+
+    def _module(self, params: Any) -> Any:
+        return nnx.merge(self.graphdef, params["head"])
