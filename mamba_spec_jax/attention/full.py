@@ -35,14 +35,8 @@ class FullAttention:
 
         In a draft tree, a token attends to what is committed and to its ancestors.
         """
-        keys = _write_window(kv.keys[index], inputs.key, batch)
-        values = _write_window(kv.values[index], inputs.value, batch)
-        output = self._attend(inputs.query, keys, values, batch)
-        kv = dataclasses.replace(
-            kv,
-            keys=(*kv.keys[:index], keys, *kv.keys[index + 1 :]),
-            values=(*kv.values[:index], values, *kv.values[index + 1 :]),
-        )
+        kv = write_window(index, inputs.key, inputs.value, kv, batch)
+        output = self._attend(inputs.query, kv.keys[index], kv.values[index], batch)
         return output.astype(inputs.query.dtype), kv
 
     def commit(self, kv: KVCache, slots: Rows, lengths: Rows, path: Int32[Array, "B T"]) -> KVCache:
@@ -115,7 +109,19 @@ def _may_see(position: Array, batch: ForwardBatch) -> Array:
     return (node < 0)[:, None] | among_ancestors
 
 
-def _write_window(buffer: KVBuffer, window: Float[Array, "B T Hkv Dh"], batch: ForwardBatch) -> KVBuffer:
+def write_window(
+    index: int, key: Float[Array, "B T Hkv Dh"], value: Float[Array, "B T Hkv Dh"], kv: KVCache, batch: ForwardBatch
+) -> KVCache:
+    """Keys and values of a window, written behind what buffer `index` holds of each row."""
+    keys = _write_rows(kv.keys[index], key, batch)
+    values = _write_rows(kv.values[index], value, batch)
+    return KVCache(
+        keys=(*kv.keys[:index], keys, *kv.keys[index + 1 :]),
+        values=(*kv.values[:index], values, *kv.values[index + 1 :]),
+    )
+
+
+def _write_rows(buffer: KVBuffer, window: Float[Array, "B T Hkv Dh"], batch: ForwardBatch) -> KVBuffer:
     slots, max_len = buffer.shape[:2]
     position = jnp.where(batch.is_real, batch.cache_rows, max_len)  # past the end: dropped
     return buffer.at[slot_index(batch.slots, slots)[:, None], position].set(window.astype(buffer.dtype), mode="drop")

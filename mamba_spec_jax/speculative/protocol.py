@@ -118,7 +118,7 @@ class Drafter(Protocol):
 
 
 class AutoregressiveHead(Protocol):
-    """A draft head that reads a token and a hidden state at each position: see `models.heads.head.DraftHead`."""
+    """A draft head that reads a token and a hidden state at each position: see `models.heads.head.EagleHead`."""
 
     @property
     def config(self) -> Any: ...
@@ -135,6 +135,21 @@ class AutoregressiveHead(Protocol):
     def read(
         self, params: Any, layer: int, tokens: Tokens, hidden: Hidden, cache: Any, batch: Any
     ) -> tuple[Hidden, Any]: ...
+
+    def logits(self, params: Any, hidden: Hidden) -> Array: ...
+
+
+class BlockHead(Protocol):
+    """A draft head that fills a block of masked positions at once: see `models.heads.head.DFlashHead`."""
+
+    @property
+    def config(self) -> Any: ...
+
+    def init_cache(self, batch: int, max_len: int) -> Any: ...
+
+    def read(self, params: Any, hidden: tuple[Hidden, ...], cache: Any, num_tokens: Rows) -> Any: ...
+
+    def fill(self, params: Any, tokens: Tokens, cache: Any) -> tuple[Hidden, Any]: ...
 
     def logits(self, params: Any, hidden: Hidden) -> Array: ...
 

@@ -4,7 +4,6 @@ Both read, at each position, the embedding of the newest token and a hidden stat
 target's where it has read the text, the head's own further on.
 """
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp

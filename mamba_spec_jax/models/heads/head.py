@@ -1,8 +1,9 @@
-"""A draft head's static side: its module run over a cache of its own, weights coming in as `params`."""
+"""The static side of draft heads: their modules run over a cache of their own, weights coming in as `params`."""
 
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, Self
 
 import flax.struct
 import jax
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_spec_jax.array_types import Array, Hidden, Rows, Tokens
-from mamba_spec_jax.attention.base import ForwardBatch
-from mamba_spec_jax.attention.full import FullAttention
+from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
+from mamba_spec_jax.attention.full import FullAttention, write_window
 from mamba_spec_jax.cache.pools import KVCache
 from mamba_spec_jax.models.heads.config import HeadConfig
 from mamba_spec_jax.modes import DTypePolicy, ForwardMode
@@ -49,7 +50,7 @@ class DraftHead:
     graphdef: Any
 
     @classmethod
-    def create(cls, module: type[nnx.Module], config: HeadConfig, policy: DTypePolicy | None = None) -> "DraftHead":
+    def create(cls, module: type[nnx.Module], config: HeadConfig, policy: DTypePolicy | None = None) -> Self:
         """A head of the kind `module`, such as `Eagle3`; `policy` None is all float32."""
         policy = policy or DTypePolicy()
         graphdef, _ = nnx.split(nnx.eval_shape(lambda: module(config, policy, nnx.Rngs(0))))
@@ -79,7 +80,7 @@ class DraftHead:
 
     @staticmethod
     def window(cache: HeadCache, num_tokens: Rows, width: int, offset: int | Array = 0) -> ForwardBatch:
-        """`width` positions of each row, `num_tokens[b]` of them real, `offset` behind those that were read for good."""
+        """`width` positions of each row, `num_tokens[b]` of them real, `offset` behind what was read for good."""
         lengths = cache.lengths + offset
         return ForwardBatch(
             slots=jnp.arange(lengths.size, dtype=jnp.int32),
@@ -93,6 +94,25 @@ class DraftHead:
     def features(self, params: Any, hidden: tuple[Hidden, ...]) -> Hidden:
         """`[B, T, D]` what the head's first layer reads of the target's hidden states."""
         return self._module(params).features(tuple(layer.astype(self.policy.activations) for layer in hidden))
+
+    def logits(self, params: Any, hidden: Hidden) -> Array:
+        """`[..., V]` float32 of the token after each hidden state; -inf for tokens the head cannot propose."""
+        output = params["embedding"].T if params["output"] is None else params["output"]
+        return self._module(params).logits(hidden, output.astype(self.policy.activations))
+
+    def _embed(self, params: Any, tokens: Tokens) -> Hidden:
+        embedded = params["embedding"][jnp.maximum(tokens, 0)].astype(self.policy.activations)
+        return embedded * self.config.embedding_multiplier
+
+    def _module(self, params: Any) -> Any:
+        return nnx.merge(self.graphdef, params["head"])
+
+
+class EagleHead(DraftHead):
+    """The static side of `Eagle3` and `MultiTokenPrediction`.
+
+    Fulfils `mamba_spec_jax.speculative.protocol.AutoregressiveHead`.
+    """
 
     def read(
         self, params: Any, layer: int, tokens: Tokens, hidden: Hidden, cache: HeadCache, batch: ForwardBatch
@@ -110,24 +130,61 @@ class DraftHead:
         Returns:
             `[B, T, D]` its hidden states, and the cache.
         """
-        config = self.config
-        embedded = params["embedding"][jnp.maximum(tokens, 0)].astype(self.policy.activations)
-        attention = FullAttention(scale=1 / math.sqrt(config.head_dim))
-        written = []
-
-        def attend(inputs):
-            mixed, kv = attention.forward(layer, inputs, cache.kv, batch)
-            written.append(kv)
-            return mixed
-
+        attend = _Attention(self.config, layer, cache.kv, batch)
         module = self._module(params).layer(layer)
-        hidden = module(embedded * config.embedding_multiplier, hidden, batch.positions, attend)
-        return hidden, dataclasses.replace(cache, kv=written[0])
+        hidden = module(self._embed(params, tokens), hidden, batch.positions, attend)
+        return hidden, dataclasses.replace(cache, kv=attend.kv)
 
-    def logits(self, params: Any, hidden: Hidden) -> Array:
-        """`[..., V]` float32 of the token after each hidden state; -inf for tokens the head cannot propose."""
-        output = params["embedding"].T if params["output"] is None else params["output"]
-        return self._module(params).logits(hidden, output.astype(self.policy.activations))
 
-    def _module(self, params: Any) -> Any:
-        return nnx.merge(self.graphdef, params["head"])
+class DFlashHead(DraftHead):
+    """The static side of `DFlash`.
+
+    Fulfils `mamba_spec_jax.speculative.protocol.BlockHead`.
+    """
+
+    def read(self, params: Any, hidden: tuple[Hidden, ...], cache: HeadCache, num_tokens: Rows) -> HeadCache:
+        """Projects what the target has read, `num_tokens[b]` positions of each row, to every layer's keys and values.
+
+        Args:
+            params: from `bind`.
+            hidden: `[B, T, D]` of each target layer that is read.
+            cache: of the head; its lengths advance.
+            num_tokens: `[B]`.
+        """
+        features = self.features(params, hidden)
+        batch = self.window(cache, num_tokens, features.shape[1])
+        kv = cache.kv
+        for index, layer in enumerate(self._module(params).layers):
+            kv = write_window(index, *layer.self_attn.key_value(features, batch.positions), kv, batch)
+        return HeadCache(kv, cache.lengths + num_tokens)
+
+    def fill(self, params: Any, tokens: Tokens, cache: HeadCache) -> tuple[Hidden, HeadCache]:
+        """`[B, T, D]` hidden states of a block that stands behind what was read.
+
+        Args:
+            params: from `bind`.
+            tokens: `[B, T]` the block: its first token, then masks.
+            cache: of the head; the block's keys and values are written behind its lengths, which stay.
+        """
+        B, T = tokens.shape
+        batch = self.window(cache, jnp.full((B,), T, jnp.int32), T)
+        batch = dataclasses.replace(batch, ancestors=jnp.ones((B, T, T), bool))  # all of the block sees all of it
+        x, kv = self._embed(params, tokens), cache.kv
+        for index, layer in enumerate(self._module(params).layers):
+            mixed = _Attention(self.config, index, kv, batch)
+            x = layer(x, batch.positions, mixed)
+            kv = mixed.kv
+        return x, dataclasses.replace(cache, kv=kv)
+
+
+class _Attention:
+    """What a module's layer calls to attend: keeps the cache that attention returns beside its result."""
+
+    def __init__(self, config: HeadConfig, index: int, kv: KVCache, batch: ForwardBatch):
+        self.kv = kv
+        self._forward = functools.partial(FullAttention(scale=1 / math.sqrt(config.head_dim)).forward, index)
+        self._batch = batch
+
+    def __call__(self, inputs: AttentionInputs) -> Array:
+        mixed, self.kv = self._forward(inputs, self.kv, self._batch)
+        return mixed
