@@ -138,9 +138,10 @@ def shared_mlp(params: Params, prefix: str, x: jax.Array) -> jax.Array:
     return (jax.nn.silu(gate) * up) @ params[f"{prefix}.output_linear.weight"].T
 
 
-def forward(params: Params, tokens: jax.Array, config: TinyConfig) -> jax.Array:
-    """Logits `[B, T, V]` for tokens `[B, T]`; T is a multiple of the chunk."""
+def hidden_states(params: Params, tokens: jax.Array, config: TinyConfig) -> list[jax.Array]:
+    """The output `[B, T, D]` of every layer for tokens `[B, T]`; T is a multiple of the chunk."""
     x = params["model.embed_tokens.weight"][tokens] * config.embedding_multiplier
+    outputs = []
     for i, kind in enumerate(config.layer_types):
         layer = f"model.layers.{i}"
         normed = rms_norm(x, params[f"{layer}.input_layernorm.weight"], config.rms_norm_eps)
@@ -150,8 +151,19 @@ def forward(params: Params, tokens: jax.Array, config: TinyConfig) -> jax.Array:
             x = x + attention_mixer(params, f"{layer}.self_attn", normed, config) * config.residual_multiplier
         normed = rms_norm(x, params[f"{layer}.post_attention_layernorm.weight"], config.rms_norm_eps)
         x = x + shared_mlp(params, f"{layer}.shared_mlp", normed) * config.residual_multiplier
+        outputs.append(x)
+    return outputs
+
+
+def logits_of(params: Params, x: jax.Array, config: TinyConfig) -> jax.Array:
+    """Logits `[..., V]` from the last layer's output."""
     x = rms_norm(x, params["model.norm.weight"], config.rms_norm_eps)
     return x @ params["model.embed_tokens.weight"].T / config.logits_scaling
+
+
+def forward(params: Params, tokens: jax.Array, config: TinyConfig) -> jax.Array:
+    """Logits `[B, T, V]` for tokens `[B, T]`; T is a multiple of the chunk."""
+    return logits_of(params, hidden_states(params, tokens, config)[-1], config)
 
 
 def token_losses(params: Params, rows: jax.Array, config: TinyConfig) -> jax.Array:

@@ -74,7 +74,7 @@ class Eagle3(nnx.Module):
     def layer(self, index: int) -> EagleLayer:
         return self.midlayer
 
-    def logits(self, hidden: Hidden, output: Array | None) -> Array:
+    def logits(self, hidden: Hidden, output: Array) -> Array:
         drafted = self.lm_head(self.norm(hidden)).astype(jnp.float32)
         tokens = jnp.arange(drafted.shape[-1], dtype=jnp.int32) + self.d2t[...]
         everywhere = jnp.full((*drafted.shape[:-1], self.t2d.shape[0]), -jnp.inf)
@@ -96,6 +96,6 @@ class MultiTokenPrediction(nnx.Module):
     def layer(self, index: int) -> PredictionLayer:
         return self.layers[index]
 
-    def logits(self, hidden: Hidden, output: Array | None) -> Array:
+    def logits(self, hidden: Hidden, output: Array) -> Array:
         product = jnp.matmul(self.norm(hidden), output, preferred_element_type=jnp.float32)
         return product / self.config.logits_divisor
