@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from mamba_spec_jax.assets import TINY
+from mamba_spec_jax.models.heads.checkpoint import save_head
 from mamba_spec_jax.models.heads.config import HeadConfig
 from mamba_spec_jax.models.heads.dflash import DFlash
 from mamba_spec_jax.models.heads.eagle import Eagle3, MultiTokenPrediction
@@ -46,7 +47,9 @@ class Kind:
 
 
 KINDS = {
-    "eagle3": Kind(Eagle3, {"target_layers": (0, 2, 3), "intermediate_size": 384, "draft_vocab_size": DRAFT_VOCABULARY}),
+    "eagle3": Kind(
+        Eagle3, {"target_layers": (0, 2, 3), "intermediate_size": 384, "draft_vocab_size": DRAFT_VOCABULARY}
+    ),
     "mtp": Kind(MultiTokenPrediction, {"target_layers": (3,), "intermediate_size": 320, "num_layers": 2}),
     "dflash": Kind(DFlash, {"target_layers": (0, 1, 2, 3), "intermediate_size": 320, "num_layers": 2}),
 }
@@ -154,9 +157,8 @@ def main() -> None:
             recent.clear()
             save_checkpoint(checkpoint, done, jax.tree.leaves(params), jax.tree.leaves(state))
             if options.export:
-                from mamba_spec_jax.models.heads.checkpoint import save_head
-
-                save_head(options.export, kind.module, config, nnx.merge(graphdef, params, rest), DOCUMENT_END_ID)
+                trained = nnx.merge(graphdef, params, rest)
+                save_head(options.export, trained, config, block_size=BLOCK_TOKENS + 1, mask_token=DOCUMENT_END_ID)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "model*.safetensors", _INDEX)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def locate(
@@ -69,14 +69,14 @@ class WeightFiles:
         shapes: name to shape of every stored weight, from the files' headers.
     """
 
-    def __init__(self, files: Mapping[Path, Any]):
+    def __init__(self, files: Mapping[Path, Any], dtypes: Sequence[str] = FLOATS):
         self._owner: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path, file in files.items():
             for name in file.keys():  # noqa: SIM118, not a dict
                 stored = file.get_slice(name)
-                if stored.get_dtype() not in _FLOATS:
-                    raise ValueError(f"{path}: {name} is {stored.get_dtype()}, expected one of {', '.join(_FLOATS)}")
+                if stored.get_dtype() not in dtypes:
+                    raise ValueError(f"{path}: {name} is {stored.get_dtype()}, expected one of {', '.join(dtypes)}")
                 if name in self.shapes:
                     raise ValueError(f"{path}: {name} is in another file too")
                 self._owner[name] = file
@@ -88,10 +88,15 @@ class WeightFiles:
 
 
 @contextlib.contextmanager
-def open_weights(folder: Path) -> Iterator[WeightFiles]:
-    """The weights of a folder, open for reading; ValueError naming the file that is absent or damaged."""
+def open_weights(folder: Path, dtypes: Sequence[str] = FLOATS) -> Iterator[WeightFiles]:
+    """The weights of a folder, open for reading; ValueError naming the file that is absent or damaged.
+
+    Args:
+        folder: of the checkpoint.
+        dtypes: those that are expected, as safetensors spells them.
+    """
     with contextlib.ExitStack() as stack:
-        yield WeightFiles({path: stack.enter_context(_open(path)) for path in _shards(folder)})
+        yield WeightFiles({path: stack.enter_context(_open(path)) for path in _shards(folder)}, dtypes)
 
 
 def _shards(folder: Path) -> Iterator[Path]:

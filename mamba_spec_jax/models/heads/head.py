@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import flax.struct
@@ -16,6 +17,9 @@ from mamba_spec_jax.attention.full import FullAttention, write_window
 from mamba_spec_jax.cache.pools import KVCache
 from mamba_spec_jax.models.heads.config import HeadConfig
 from mamba_spec_jax.modes import DTypePolicy, ForwardMode
+
+# What makes a head: `Eagle3`, `MultiTokenPrediction` or `DFlash`, called with configuration, dtypes and keys.
+HeadModule = Callable[[HeadConfig, DTypePolicy, nnx.Rngs], nnx.Module]
 
 
 @flax.struct.dataclass
@@ -50,13 +54,13 @@ class DraftHead:
     graphdef: Any
 
     @classmethod
-    def create(cls, module: type[nnx.Module], config: HeadConfig, policy: DTypePolicy | None = None) -> Self:
+    def create(cls, module: HeadModule, config: HeadConfig, policy: DTypePolicy | None = None) -> Self:
         """A head of the kind `module`, such as `Eagle3`; `policy` None is all float32."""
         policy = policy or DTypePolicy()
         graphdef, _ = nnx.split(nnx.eval_shape(lambda: module(config, policy, nnx.Rngs(0))))
         return cls(config, policy, graphdef)
 
-    def init_params(self, module: type[nnx.Module], seed: int) -> Any:
+    def init_params(self, module: HeadModule, seed: int) -> Any:
         """Random weights of the head alone; see `bind`."""
         return jax.jit(lambda: nnx.split(module(self.config, self.policy, nnx.Rngs(seed)))[1])()
 
@@ -155,7 +159,8 @@ class DFlashHead(DraftHead):
         batch = self.window(cache, num_tokens, features.shape[1])
         kv = cache.kv
         for index, layer in enumerate(self._module(params).layers):
-            kv = write_window(index, *layer.self_attn.key_value(features, batch.positions), kv, batch)
+            key, value = layer.self_attn.key_value(features, batch.positions)
+            kv = write_window(index, key, value, kv, batch)
         return HeadCache(kv, cache.lengths + num_tokens)
 
     def fill(self, params: Any, tokens: Tokens, cache: HeadCache) -> tuple[Hidden, HeadCache]:

@@ -1,0 +1,57 @@
+"""A drafter from a checkpoint: where draft heads meet the loop that drafts with them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mamba_spec_jax.models.heads.checkpoint import load_head
+from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
+from mamba_spec_jax.models.loading import LoadedModel
+from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
+from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter
+from mamba_spec_jax.speculative.protocol import Drafter
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter, and the target as it needs it.
+
+    Attributes:
+        drafter: the static side.
+        params: its weights.
+        target: the target's static side, which returns the hidden states that the drafter reads; its weights are the
+            same as before.
+    """
+
+    drafter: Drafter
+    params: Any
+    target: Any
+
+
+def load_drafter(
+    name_or_folder: str | Path, loaded: LoadedModel, *, max_drafts: int | None = None, **options: Any
+) -> LoadedDrafter:
+    """Loads a draft head from a folder or the Hugging Face hub, for a model that was loaded before.
+
+    Args:
+        name_or_folder: an EAGLE-3, multi-token-prediction or DFlash checkpoint.
+        loaded: the target, from `load`.
+        max_drafts: most tokens a step; by default 4, and for DFlash what its block holds.
+        **options: revision and local_files_only, as for `load`.
+
+    Raises:
+        ValueError: as `load_head`, and for more drafts than a DFlash head's block holds.
+    """
+    found = load_head(name_or_folder, loaded.model, loaded.params, **options)
+    drafter: Drafter
+    if isinstance(found.head, DFlashHead):
+        most = (found.block_size or 0) - 1
+        if max_drafts is not None and max_drafts > most:
+            raise ValueError(f"max_drafts is {max_drafts}, but this DFlash head fills blocks of {most} drafts at most")
+        drafter = DFlashDrafter(found.head, most if max_drafts is None else max_drafts, found.mask_token or 0)
+    elif isinstance(found.head, EagleHead):
+        drafter = EagleDrafter(found.head, 4 if max_drafts is None else max_drafts)
+    else:
+        raise ValueError(f"{name_or_folder} holds a {type(found.head).__name__}, for which there is no drafter")
+    target = dataclasses.replace(loaded.model, hidden_layers=drafter.hidden_layers)
+    return LoadedDrafter(drafter, found.params, target)
