@@ -137,7 +137,7 @@ class _BlockAttention:
 
 def _grouped(inputs: AttentionInputs) -> tuple[Array, Array, Array]:
     """Scaled queries `[B, T, Hkv, Hq/Hkv, Dh]`, keys and values."""
-    B, T, heads, size = inputs.query.shape
+    B, T, _, size = inputs.query.shape
     query = inputs.query.reshape(B, T, inputs.key.shape[2], -1, size) / math.sqrt(size)
     return query, inputs.key, inputs.value
 

@@ -19,7 +19,7 @@ from mamba_spec_jax.models.checkpoint import FLOATS, WeightFiles, locate, open_w
 from mamba_spec_jax.models.heads.config import HeadConfig
 from mamba_spec_jax.models.heads.dflash import DFlash
 from mamba_spec_jax.models.heads.eagle import Eagle3, MultiTokenPrediction
-from mamba_spec_jax.models.heads.head import DFlashHead, DraftHead, EagleHead
+from mamba_spec_jax.models.heads.head import DFlashHead, DraftHead, EagleHead, HeadModule
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 
@@ -30,6 +30,7 @@ ARCHITECTURES: Mapping[str, tuple[type[nnx.Module], type[DraftHead]]] = {
     "DFlashDraftModel": (DFlash, DFlashHead),
 }
 _EMBEDDING = "embed_tokens.weight"
+_LAYER_KEYS = (("dflash_config", "target_layer_ids"), ("eagle_config", "eagle_aux_hidden_state_layer_ids"))
 _DTYPES = (*FLOATS, "I64", "I32", "BOOL")
 
 
@@ -167,21 +168,17 @@ def save_head(
 
 
 def _target_layers(hf: HFConfig, depth: int) -> tuple[int, ...]:
-    """Layers of the target whose outputs are read; EAGLE-3's are the third, the middle and the third last by default."""
-    holder, key = next(
-        (pair for pair in (("dflash_config", "target_layer_ids"), ("eagle_config", "eagle_aux_hidden_state_layer_ids"))
-         if hf.nested(pair[0]).has(pair[1])),
-        (None, None),
-    )  # fmt: skip
-    if holder is None or key is None:
-        layers: tuple[int, ...] = (1, depth // 2 - 1, depth - 4)
-        if layers[0] < 0 or min(layers) < 0:
-            raise ValueError(f"{hf.source} names no layers of the target, and the default ones need one of at least 4")
-        return layers
-    layers = hf.nested(holder).token_ids(key, None)
-    if not layers or max(layers) >= depth:
-        raise hf.nested(holder).refusal(key, f"layers of the target, 0..{depth - 1}")
-    return layers
+    """Layers of the target whose outputs are read; without a word on them, an early, a middle and a late one."""
+    for holder, key in _LAYER_KEYS:
+        named = hf.nested(holder)
+        if named.has(key):
+            layers = named.token_ids(key, None)
+            if not layers or max(layers) >= depth:
+                raise named.refusal(key, f"layers of the target, 0..{depth - 1}")
+            return layers
+    if depth < 4:
+        raise ValueError(f"{hf.source} names no layers of the target, and the usual ones need at least 4, not {depth}")
+    return (1, depth // 2 - 1, depth - 4)
 
 
 def _borrowed(target: HybridModel, params: Any) -> tuple[Array, Array | None]:
@@ -191,7 +188,7 @@ def _borrowed(target: HybridModel, params: Any) -> tuple[Array, Array | None]:
     return flat["embed_tokens.embedding"][...], output
 
 
-def _read(head: DraftHead, module: type[nnx.Module], files: WeightFiles, folder: Path) -> Any:
+def _read(head: DraftHead, module: HeadModule, files: WeightFiles, folder: Path) -> Any:
     abstract = nnx.to_flat_state(
         nnx.split(nnx.eval_shape(lambda: module(head.config, head.policy, nnx.Rngs(0))))[1]  # type: ignore[call-arg]
     )
