@@ -18,7 +18,7 @@ from ..tiny import DENSE, random_params
 from ..trees import path
 from .toy import ToyModel, ToyTreeDrafter, random_tables
 
-K, NEW, TREES = 6, 24, 16
+K, NEW, TREES = 6, 20, 16
 PROMPTS = [[3, 9, 4], [5, 5, 1, 2, 8, 8, 7, 3], [11]]
 B = len(PROMPTS)
 # What is checked is the loop, not the optimiser, whose passes take most of the time of compiling so small a model.
@@ -83,19 +83,27 @@ def script(state, foreseen, seed):
 
 CASES = {
     "snapshot": {},
-    "replay": {"strategy": ms.CommitStrategy.REPLAY},
-    "chunked": {"speculative_mode": ms.SpeculativeMode.PREFILL},
+    "chunked, replayed": {"speculative_mode": ms.SpeculativeMode.PREFILL, "strategy": ms.CommitStrategy.REPLAY},
 }
 
 
+def without_room(state):
+    """The cache ends with the longest row's last token: nodes without room for their keys have to be left out."""
+    tight = max(len(prompt) for prompt in PROMPTS) + NEW
+    assert state.cache.max_len >= tight + K
+    kv = jax.tree.map(lambda buffer: buffer[:, :tight], state.cache.kv)
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, kv=kv, max_len=tight))
+
+
 @pytest.mark.parametrize(("case", "method"), [
-    ("snapshot", ms.Greedy()), ("snapshot", ms.Sampling()), ("replay", ms.Greedy()), ("chunked", ms.Greedy()),
+    ("snapshot", ms.Greedy()), ("snapshot", ms.Sampling()), ("chunked, replayed", ms.Greedy()),
 ])  # fmt: skip
 def test_trees_give_the_tokens_of_plain_decoding(case, method):
     model = ms.HybridModel.create(DENSE, **CASES[case])
     expected = plain(method)
     for seed, limits in enumerate(([K, K, K], [2, 0, 1])):
-        state = script(begin(model, draft_limit=limits), expected.tokens, seed)
+        state = begin(model, draft_limit=limits)
+        state = script(without_room(state) if case != "snapshot" else state, expected.tokens, seed)
         state = jax.device_get(run(model, random_params(model), state, method, K))
         np.testing.assert_array_equal(state.tokens, expected.tokens)
         np.testing.assert_array_equal(state.lengths, expected.lengths)
@@ -115,29 +123,15 @@ def test_trees_give_the_tokens_of_plain_decoding(case, method):
             assert state.statistics.drafted[1] == 0
 
 
-def test_the_last_rows_of_the_cache():
-    """A cache without room for one more tree: what has no room is not accepted, and nothing is written past the end."""
-    model, expected = ms.HybridModel.create(DENSE), plain(ms.Greedy())
-    state = begin(model)
-    tight = max(len(prompt) for prompt in PROMPTS) + NEW
-    assert state.cache.max_len >= tight + K
-    cache = dataclasses.replace(
-        state.cache, kv=jax.tree.map(lambda buffer: buffer[:, :tight], state.cache.kv), max_len=tight
-    )
-    state = script(dataclasses.replace(state, cache=cache), expected.tokens, seed=0)
-    state = run(model, random_params(model), state, ms.Greedy(), K)
-    np.testing.assert_array_equal(state.tokens, expected.tokens)
-    assert float(state.statistics.mean_acceptance_length) > 1.3
-
-
 def test_drafts_judged_in_hindsight():
     """A plain chunk with an automatic depth asks how deep a tree would have got."""
     model, expected = ms.HybridModel.create(DENSE), plain(ms.Greedy())
-    state = script(dataclasses.replace(begin(model)), expected.tokens, seed=0)
+    state = script(begin(model), expected.tokens, seed=0)
     starts = np.array([len(prompt) for prompt in PROMPTS], np.int32)
-    proposal = DRAFTER.propose(state.drafter, state.tokens, starts, K)
+    proposal = jax.jit(DRAFTER.propose, static_argnums=3)(state.drafter, state.tokens, starts, K)
+    foreseen = jax.jit(driver._foreseen)
     counts, lengths = np.array([K, 3, -1], np.int32), starts + np.array([NEW, NEW, NEW], np.int32)
-    found = driver._foreseen(proposal.tokens, proposal.parents, counts, starts, dataclasses.replace(
+    found = foreseen(proposal.tokens, proposal.parents, counts, starts, dataclasses.replace(
         expected, lengths=lengths
     ))  # fmt: skip
     for row in range(B):
@@ -150,7 +144,7 @@ def test_drafts_judged_in_hindsight():
         assert found[row] == (deepest if counts[row] >= 0 else -1)
     assert max(found) > 1
     at_once = dataclasses.replace(expected, lengths=starts + 1)
-    found = driver._foreseen(proposal.tokens, proposal.parents, counts, starts, at_once)
+    found = foreseen(proposal.tokens, proposal.parents, counts, starts, at_once)
     assert max(found) == 1, "no more than the text that there is"
 
 
