@@ -29,6 +29,7 @@ from mamba_spec_jax.speculative.protocol import Drafter, Proposal, SpeculativeMo
 from mamba_spec_jax.speculative.sampling import Greedy, MinP, Sampling, TopK, TopP
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
+from mamba_spec_jax.speculative.tree import SelectedTree, TreeTopology, select_best
 
 if TYPE_CHECKING:
     from mamba_spec_jax.models.loading import LoadedModel, load
@@ -68,6 +69,7 @@ __all__ = [
     "PoolSpec",
     "Proposal",
     "Sampling",
+    "SelectedTree",
     "SlotAllocator",
     "SpeculativeMode",
     "SpeculativeModel",
@@ -76,6 +78,7 @@ __all__ = [
     "StreamEvent",
     "TopK",
     "TopP",
+    "TreeTopology",
     "VerifyRecord",
     "accept",
     "decode_steps",
@@ -86,6 +89,7 @@ __all__ = [
     "load",
     "plan_memory",
     "reset_slots",
+    "select_best",
     "speculative_decode_step",
     "stream",
     "text_stops",

@@ -24,7 +24,8 @@ class ForwardBatch:
         mode: what the pass is for (static).
         kv_len: how many cache positions attention looks at, at least (static).
         parents: `[B, T]` of a draft tree, None where columns follow each other.
-        ancestors: `[B, T, T]` the columns each column of a tree sees, itself included; None without parents.
+        ancestors: `[B, T, offset + T]` the nodes each column of a tree sees, itself included; None in a chain.
+        offset: nodes of the same tree that earlier passes read; their keys stand in front of this pass's (static).
     """
 
     slots: Rows
@@ -35,6 +36,7 @@ class ForwardBatch:
     kv_len: int = flax.struct.field(pytree_node=False)
     parents: Parents | None = None
     ancestors: Ancestors | None = None
+    offset: int = flax.struct.field(pytree_node=False, default=0)
 
     @classmethod
     def create(
@@ -64,9 +66,9 @@ class ForwardBatch:
     @property
     def cache_rows(self) -> Tokens:
         """`[B, T]` where the keys of each column are written: behind the committed ones, a tree's node by node."""
-        if self.parents is None:
+        if self.ancestors is None:
             return self.positions
-        return self.lengths[:, None] + jnp.arange(self.positions.shape[1], dtype=jnp.int32)
+        return self.lengths[:, None] + self.offset + jnp.arange(self.positions.shape[1], dtype=jnp.int32)
 
     @property
     def is_real(self) -> Array:

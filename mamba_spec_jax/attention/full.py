@@ -64,7 +64,7 @@ class FullAttention:
         max_len, Hkv = keys.shape[1:3]
         block = min(self.block, max_len)
         query = (query * jnp.asarray(self.scale, query.dtype)).reshape(B, T, Hkv, Hq // Hkv, Dh)
-        end = (batch.lengths + batch.num_tokens)[:, None]
+        end = (batch.lengths + batch.offset + batch.num_tokens)[:, None]
         precision = jax.lax.Precision.HIGHEST
 
         def visit(step, carry):

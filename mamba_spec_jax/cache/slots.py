@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Rows
+from mamba_spec_jax.array_types import Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache, MambaPool, slot_index
 
 
@@ -58,19 +58,22 @@ def reset_slots(cache: HybridCache, slots: Rows) -> HybridCache:
     return dataclasses.replace(cache, mamba=mamba, lengths=cache.lengths.at[index].set(0, mode="drop"))
 
 
-def tracking_steps(lengths: Rows, accept_lens: Rows, interval: int) -> Rows:
-    """The chain node at which each row crosses a tracking boundary, -1 where it crosses none.
+def tracking_steps(lengths: Rows, accept_lens: Rows, interval: int, path: Tokens | None = None) -> Rows:
+    """The node at which each row crosses a tracking boundary, -1 where it crosses none.
 
     Prefix caches keep a state every `interval` tokens. A row that goes from `lengths` to `lengths + accept_lens`
-    committed tokens passes the last boundary `b` at node `b - lengths - 1`.
+    committed tokens passes the last boundary `b` at node `b - lengths - 1` of its path.
 
     Args:
         lengths: `[B]` committed tokens before the verify pass.
         accept_lens: `[B]` tokens accepted, the bonus token included.
         interval: tokens between two boundaries.
+        path: `[B, T]` nodes of the accepted path of a tree (`AcceptResult.path`); None for a chain.
     """
     if interval < 1:
         raise ValueError(f"tracking_steps got interval={interval}, expected at least 1")
     after = lengths + accept_lens
     boundary = after // interval * interval
-    return jnp.where(lengths // interval != after // interval, boundary - lengths - 1, -1)
+    column = boundary - lengths - 1
+    node = column if path is None else jnp.take_along_axis(path, jnp.maximum(column, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(lengths // interval != after // interval, node, -1)

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_spec_jax.array_types import Array, Int32, RowFlags, Rows, Tokens
+from mamba_spec_jax.array_types import Array, Int32, Parents, RowFlags, Rows, Tokens
+from mamba_spec_jax.cache.records import Draft
+from mamba_spec_jax.cache.tree import depths
 from mamba_spec_jax.speculative.decode import DecodeState, Statistics, decode_steps, decode_until_finished, propose
 from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
@@ -19,6 +21,7 @@ from mamba_spec_jax.speculative.prompts import init_decode
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import Greedy, Method
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
+from mamba_spec_jax.speculative.tree_acceptance import walk_tree
 
 _JUDGED_DRAFTS = 4  # made in a plain chunk; each costs one `propose`
 
@@ -213,11 +216,11 @@ def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, 
     def look_and_decode(state, _):
         proposal = propose(drafter, drafter_params, state, method, max_drafts)
         counts = jnp.where(state.active, proposal.lengths, -1)
-        return decode(state, num_steps // looks), (proposal.tokens, counts, state.lengths)
+        return decode(state, num_steps // looks), (proposal.tokens, proposal.parents, counts, state.lengths)
 
     if looks:
-        state, (drafts, counts, starts) = jax.lax.scan(look_and_decode, state, length=looks)
-        foreseen = jax.vmap(_foreseen, in_axes=(0, 0, 0, None))(drafts, counts, starts, state)
+        state, (drafts, parents, counts, starts) = jax.lax.scan(look_and_decode, state, length=looks)
+        foreseen = jax.vmap(_foreseen, in_axes=(0, 0, 0, 0, None))(drafts, parents, counts, starts, state)
     else:
         state = decode(state, num_steps)
         foreseen = jnp.zeros((0, state.lengths.size), jnp.int32)
@@ -254,10 +257,21 @@ def _remaining(state: DecodeState) -> Rows:
     return jnp.where(state.active, state.requests.max_new - state.new_tokens, 0)
 
 
-def _foreseen(drafts: Tokens, counts: Rows, starts: Rows, state: DecodeState) -> Rows:
-    """How many of the first `counts[b]` drafts came true in what was decoded from `starts[b]` on; -1 for count -1."""
+def _foreseen(drafts: Tokens, parents: Parents | None, counts: Rows, starts: Rows, state: DecodeState) -> Rows:
+    """How many of the first `counts[b]` drafts came true in what was decoded from `starts[b]` on; -1 for count -1.
+
+    Of a tree, as many as its deepest path that came true is long.
+    """
+    decoded = state.lengths - starts
+    if parents is not None:
+        depth = depths(parents)
+        targets = jnp.take_along_axis(state.tokens, jnp.minimum(starts[:, None] + depth, state.tokens.shape[1] - 1), 1)
+        draft = Draft(jnp.pad(drafts, ((0, 0), (1, 0))), counts, state.requests.slots, parents=parents)
+        node, _ = walk_tree(draft, targets, jnp.iinfo(jnp.int32).max)
+        reached = jnp.take_along_axis(depth, node[:, None], axis=1)[:, 0]
+        return jnp.where(counts < 0, -1, jnp.minimum(reached, decoded))
     following = _window(state.tokens, starts, drafts.shape[1])
-    real = jnp.arange(drafts.shape[1]) < jnp.minimum(counts, state.lengths - starts)[:, None]
+    real = jnp.arange(drafts.shape[1]) < jnp.minimum(counts, decoded)[:, None]
     right = jnp.cumprod(real & (drafts == following), axis=1, dtype=jnp.int32)
     return jnp.where(counts < 0, -1, jnp.sum(right, axis=1, dtype=jnp.int32))
 

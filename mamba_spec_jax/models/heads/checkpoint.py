@@ -189,9 +189,7 @@ def _borrowed(target: HybridModel, params: Any) -> tuple[Array, Array | None]:
 
 
 def _read(head: DraftHead, module: HeadModule, files: WeightFiles, folder: Path) -> Any:
-    abstract = nnx.to_flat_state(
-        nnx.split(nnx.eval_shape(lambda: module(head.config, head.policy, nnx.Rngs(0))))[1]  # type: ignore[call-arg]
-    )
+    abstract = nnx.to_flat_state(nnx.split(nnx.eval_shape(lambda: module(head.config, head.policy, nnx.Rngs(0))))[1])
     shapes = {_stored_name(path): _turned_shape(path, leaf.shape) for path, leaf in abstract}
     problems = [f"{name} is missing" for name in shapes if name not in files.shapes]
     problems += [f"{name} is surplus" for name in files.shapes if name not in (*shapes, _EMBEDDING)]

@@ -103,6 +103,12 @@ def test_tracking_at_the_exact_boundary():
     np.testing.assert_array_equal(tracking_steps(lengths, accepted, 8), [2, -1, 7, 0, -1, -1])
 
 
+def test_tracking_on_the_path_of_a_tree():
+    path = jnp.array([[0, 2, 5], [0, 1, -1], [0, 3, 4], [-1, -1, -1]])
+    lengths, accepted = jnp.array([6, 3, 6, 8]), jnp.array([3, 2, 2, 0])
+    np.testing.assert_array_equal(tracking_steps(lengths, accepted, 8, path), [2, -1, 3, -1])
+
+
 def test_tracking_interval():
     with pytest.raises(ValueError, match="tracking_steps got interval=0, expected at least 1"):
         tracking_steps(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32), 0)

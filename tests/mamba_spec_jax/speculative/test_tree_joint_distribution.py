@@ -12,9 +12,13 @@ alpha = 1e-3 for every test, and the mutants must be rejected at 1e-9, with fixe
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.speculative import tree_acceptance
+from mamba_spec_jax.speculative.acceptance import accept
 from mamba_spec_jax.speculative.decode import speculative_decode_step
 from mamba_spec_jax.speculative.prompts import init_decode
 from mamba_spec_jax.speculative.sampling import Sampling
@@ -34,15 +38,18 @@ from .test_joint_distribution import (
 )
 from .toy import ToyTreeDrafter
 
-RUNS, STEPS, DEPTH = 100_000, 3, 2
+RUNS, STEPS, DEPTH = 60_000, 3, 2
+SEEDS = RUNS  # the first row's
 DRAFTER = ToyTreeDrafter(TABLE, TreeTopology.from_branching([2] * DEPTH))
-K = DRAFTER.max_drafts
 
 
 def run_loop(drafter=DRAFTER, **requests):
     """The first tokens of RUNS rows after some steps, and how many of them the first pass emitted."""
+    K = drafter.max_drafts
     step = jax.jit(lambda state: speculative_decode_step(MODEL, LOGITS, state, drafter, Sampling(), K))
-    state = init_decode(MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=K, max_new=16, **requests)
+    state = init_decode(
+        MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=K, max_new=8, **{"seeds": SEEDS, **requests}
+    )
     state = step(state)
     first = np.asarray(state.new_tokens)
     for _ in range(STEPS - 1):
@@ -108,13 +115,43 @@ def test_nodes_chosen_outright_give_the_tokens_of_plain_sampling():
     assert p_value(count_tokens(tokens[1::2]), exact_joint(0).sum(axis=0)) > ALPHA
 
 
-def test_a_rejection_that_leaves_p_as_it_was_fails(monkeypatch):
-    monkeypatch.setattr(tree_acceptance, "residual", lambda p, q: p)
-    tokens, _ = run_loop()
-    assert p_value(count_tokens(tokens), exact_joint(0).sum(axis=0)) < MUTANT
+P = np.array([0.05, 0.55, 0.2, 0.15, 0.05])
+Q = np.array([0.7, 0.1, 0.1, 0.05, 0.05])
 
 
-def test_a_rejection_that_leaves_q_as_it_was_fails(monkeypatch):
-    monkeypatch.setattr(tree_acceptance, "without", lambda q, tokens: q)
-    tokens, _ = run_loop()
-    assert p_value(count_tokens(tokens), exact_joint(0).sum(axis=0)) < MUTANT
+def three_children():
+    """p-value of the tokens after one node with three children, where the first child is mostly rejected."""
+    rng = np.random.default_rng(0)
+    children = np.argsort(-(np.log(Q) + rng.gumbel(size=(RUNS, VOCAB))), axis=1)[:, :3]
+    nodes = np.zeros((RUNS, 4), np.int32)
+    draft = Draft(
+        tokens=np.concatenate([nodes[:, :1], children], axis=1).astype(np.int32),
+        lengths=nodes[:, 0] + 3,
+        slots=nodes[:, 0],
+        probs=np.broadcast_to(Q, (RUNS, 3, VOCAB)).astype(np.float32),
+        parents=TreeTopology.from_branching([3]).rows(RUNS),
+    )
+
+    @jax.jit
+    def first_tokens(draft, seeds):
+        logits = jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (RUNS, 4, VOCAB))
+        ones = jnp.ones(RUNS)
+        return accept(Sampling(), logits, draft, seeds=seeds, positions=nodes, temperature=ones).tokens[:, 0]
+
+    return p_value(np.bincount(first_tokens(draft, np.arange(RUNS, dtype=np.uint32)), minlength=VOCAB), P)
+
+
+def test_three_children_in_turn():
+    assert three_children() > ALPHA
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [
+        ("residual", lambda p, q: p),  # a rejection leaves p as it was
+        ("without", lambda q, tokens: q),  # the next sibling is taken as drawn from the same q as the first
+    ],
+)
+def test_mutants_fail(monkeypatch, name, mutant):
+    monkeypatch.setattr(tree_acceptance, name, mutant)
+    assert three_children() < MUTANT
