@@ -109,7 +109,7 @@ def test_every_accept_length_equals_decoding(strategy, case):
     np.testing.assert_array_equal(cache.lengths, scene.cache.lengths)
 
     for accepted in range(T + 1):  # 0 keeps every row as it is
-        after = commit(backend, cache, record, jnp.full(len(OWNED), accepted - 1))
+        after = commit(backend, cache, record, np.full(len(OWNED), accepted - 1, np.int32))
         expected = expected_pool(scene.cache.mamba, scene.history, [(OWNED[b], b, accepted) for b in ROWS])
         assert_same_pool(after.mamba, expected, f"after accepting {accepted}")
         gained = np.where(np.isin(np.arange(SLOTS), OWNED), accepted, 0)
@@ -209,7 +209,7 @@ def test_chunked_verify_is_close_to_decoding(strategy, case):
     np.testing.assert_allclose(outputs, scene.outputs[:, :, :T], rtol=1e-5, atol=1e-5)
     assert_same_pool(cache.mamba, scene.cache.mamba, "before the commit")
     for accepted in range(T + 1):
-        after = commit(backend, cache, record, jnp.full(len(OWNED), accepted - 1))
+        after = commit(backend, cache, record, np.full(len(OWNED), accepted - 1, np.int32))
         expected = expected_pool(scene.cache.mamba, scene.history, [(OWNED[b], b, accepted) for b in ROWS])
         np.testing.assert_allclose(after.mamba.ssm, expected.ssm, rtol=1e-5, atol=1e-5)
         assert_same_bits(after.mamba.conv, expected.conv, "windows hold inputs, which no form computes")
@@ -224,7 +224,7 @@ def test_prefill_is_close_to_decoding_in_any_chunks():
         for size in chunks:
             inputs = [leaf[:, :, start : start + size] for leaf in scene.inputs]
             outputs, cache, record = forward(
-                scene.decoder, ForwardMode.EXTEND, cache, scene.weights, slots, jnp.full(len(OWNED), size), *inputs
+                scene.decoder, ForwardMode.EXTEND, cache, scene.weights, slots, np.full(len(OWNED), size, np.int32), *inputs
             )
             assert record is None
             np.testing.assert_allclose(outputs, scene.outputs[:, :, start : start + size], rtol=1e-5, atol=1e-5)

@@ -15,6 +15,8 @@ from mamba_spec_jax.cli.tables import differences, histogram_table, speed_table
 from mamba_spec_jax.speculative.decode import Statistics
 from mamba_spec_jax.speculative.generate import Generation
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SMALL = ("-n", 8, "--repeats", 1, "--batch", 2, "--drafts", 3)
 
 

@@ -10,6 +10,8 @@ from mamba_spec_jax.speculative.sampling import MinP, Sampling, TopK, TopP
 from mamba_spec_jax.speculative.stop import StopConditions
 from mamba_spec_jax.speculative.stream import generated_texts
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PROMPT = "def f(x):\n    return x"
 SAMPLED = ("--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--seed", "5")
 TOKENS = 24
@@ -65,7 +67,8 @@ def test_stop_strings_are_not_shown(run, folder, expected):
     _, text = expected
     stop = next(text[at : at + 2] for at in range(4, len(text)) if text[at : at + 2].isalnum())
     cut = text[: text.index(stop)]
-    out, _ = run("generate", PROMPT, "--model", folder, "-n", TOKENS, *SAMPLED, "--stop", stop, "--stop", "never")
+    stops = ("--stop", stop, "--stop", "never")
+    out, _ = run("generate", PROMPT, "--model", folder, "-n", TOKENS, *SAMPLED, "--drafts", 3, *stops)
     assert out == cut + "\n"
 
 

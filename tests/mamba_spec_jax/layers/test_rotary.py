@@ -1,5 +1,6 @@
 """Rotary embedding as what it is: a rotation of pairs, by an angle proportional to the position."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,8 +13,11 @@ def draw(seed: int, tokens: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(1, tokens, 2, DIM)).astype(np.float32)
 
 
+rotary = jax.jit(apply_rotary, static_argnums=2)
+
+
 def rotate(x: np.ndarray, positions: list[int]) -> np.ndarray:
-    return np.asarray(apply_rotary(jnp.asarray(x), jnp.asarray([positions], jnp.int32), THETA))
+    return np.asarray(rotary(jnp.asarray(x), jnp.asarray([positions], jnp.int32), THETA))
 
 
 def test_pairs_turn_as_complex_numbers():

@@ -19,6 +19,9 @@ from mamba_spec_jax.speculative.decode import Requests, Statistics
 from ..tiny import DENSE, random_params
 from .toy import ToyModel
 
+# What is checked is the loop, not the optimiser, whose passes take most of the time of compiling so small a model.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB, ROWS, SLOTS, DRAFTS, LENGTH = 6, 4, 6, 3, 24
 MOST_NEW = 12
 MODEL = ToyModel(VOCAB)
@@ -219,11 +222,9 @@ PROMPTS = [[3, 9, 4, 3, 9, 4, 3], [5, 5], [11]]
 HYBRID = ms.HybridModel.create(DENSE)
 DRAFTER = ms.NgramDrafter(DRAFTS)
 STEPS = 20
-# What is checked is the loop, not the optimiser, whose passes take most of the time of compiling so small a model.
-QUICKLY = {"xla_backend_optimization_level": 0}
 
 
-@functools.partial(jax.jit, compiler_options=QUICKLY)
+@jax.jit
 def run(params, state):
     return ms.decode_steps(HYBRID, params, state, DRAFTER, ms.Sampling(), DRAFTS, None, STEPS)
 
@@ -257,8 +258,8 @@ def test_draws_depend_on_the_request_alone():
     prompts, moved_seeds = [PROMPTS[row] for row in order], [seeds[row] for row in order]
     moved = run(params, begin(prompts, seeds=moved_seeds, max_new=STEPS, temperature=1.5))
     for name in ("tokens", "lengths", "logprobs", "statistics"):
-        assert_same(getattr(moved, name), jax.tree.map(lambda leaf: leaf[order], getattr(together, name)))
-    assert_same(moved.cache.mamba, jax.tree.map(lambda pool: pool[:, order], together.cache.mamba))
+        assert_same(getattr(moved, name), jax.tree.map(lambda leaf: np.asarray(leaf)[order], getattr(together, name)))
+    assert_same(moved.cache.mamba, jax.tree.map(lambda pool: np.asarray(pool)[:, order], together.cache.mamba))
 
     for row, prompt in enumerate(PROMPTS):
         alone = begin([prompt], seeds=seeds[row : row + 1], max_new=STEPS, temperature=1.5)
@@ -271,10 +272,10 @@ def test_draws_depend_on_the_request_alone():
 def test_steps_under_vmap():
     """A leading axis of whole states, as for an ensemble of loops, changes no bit of any."""
     states = [begin(PROMPTS, max_new=STEPS, seeds=seed, temperature=1.0) for seed in (3, 4)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
     together = jax.vmap(run, in_axes=(None, 0))(random_params(HYBRID), stacked)
     for i, state in enumerate(states):
-        assert_same(jax.tree.map(lambda leaf: leaf[i], together), run(random_params(HYBRID), state))  # noqa: B023
+        assert_same(jax.tree.map(lambda leaf: np.asarray(leaf)[i], together), run(random_params(HYBRID), state))  # noqa: B023
 
 
 def whole_buffer_copies(text, sizes):
@@ -289,7 +290,7 @@ def test_a_donated_state_stays_where_it_lies(num_drafts):
     state = dataclasses.replace(begin(PROMPTS, max_new=20), cache=HYBRID.init_cache(slots, max_len))
     compiled = driver._run_chunk.lower(
         HYBRID, random_params(HYBRID), state, DRAFTER, ms.Greedy(), num_drafts, ms.StopConditions.create(), 4, DRAFTS
-    ).compile(QUICKLY)
+    ).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert f",{slots}," in text
     assert whole_buffer_copies(text, [slots]) == []

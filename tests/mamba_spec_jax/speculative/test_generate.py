@@ -3,9 +3,9 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 import mamba_spec_jax as ms
 from mamba_spec_jax.speculative import generate as driver
@@ -29,7 +29,8 @@ CONFIG = ms.HybridConfig(
     tie_embeddings=True,
 )
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], [4, 4, 4, 4]]
-DRAFTS = 3
+DRAFTS, NEW = 3, 24
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +57,24 @@ def committed_states(model, params, texts, max_len):
     decode = jax.jit(model.decode)
     cache = model.init_cache(len(texts), max_len)
     for t in range(max(map(len, texts)) - 1):
-        tokens = jnp.asarray([text[min(t, len(text) - 1)] for text in texts], jnp.int32)
-        slots = jnp.asarray([row if t < len(text) - 1 else -1 for row, text in enumerate(texts)], jnp.int32)
+        tokens = np.asarray([text[min(t, len(text) - 1)] for text in texts], np.int32)
+        slots = np.asarray([row if t < len(text) - 1 else -1 for row, text in enumerate(texts)], np.int32)
         cache = decode(params, tokens, cache, slots=slots).cache
     return cache
 
 
+def ending_at(tokens):
+    """Conditions of one shape, however few the end tokens."""
+    return ms.StopConditions.create(eos_ids=[*tokens, *tokens[:1] * (CONFIG.vocab_size - len(tokens))])
+
+
 @pytest.fixture(scope="module")
 def plain(model, params):
-    return collect(run(model, params, depth=0, max_new=24)).tokens
+    return collect(run(model, params, depth=0, max_new=NEW)).tokens
 
 
 def test_budgets_per_row_zero_and_one_included(model, params, plain):
-    state = run(model, params, max_new=[24, 0, 1])
+    state = run(model, params, max_new=[NEW, 0, 1])
     generation = collect(state)
     assert generation.tokens == [plain[0], [], plain[2][:1]]
     assert generation.reasons == [ms.StopReason.MAX_NEW] * 3
@@ -79,7 +85,7 @@ def test_budgets_per_row_zero_and_one_included(model, params, plain):
 
 def test_nothing_is_emitted_or_committed_past_an_end_token(model, params, plain):
     ends = [plain[0][5], plain[1][9]]
-    state = run(model, params, max_new=24, stops=ms.StopConditions.create(eos_ids=ends))
+    state = run(model, params, max_new=NEW, stops=ending_at(ends))
     generation = collect(state)
     for row, text in enumerate(plain):
         at = next((i for i, token in enumerate(text) if token in ends), None)
@@ -93,27 +99,31 @@ def test_nothing_is_emitted_or_committed_past_an_end_token(model, params, plain)
     np.testing.assert_allclose(state.cache.mamba.conv, reference.mamba.conv, rtol=0, atol=1e-5)
 
 
-def test_end_tokens_wait_for_min_new(model, params, plain):
-    stops = ms.StopConditions.create(eos_ids=list(range(13)))
-    generation = collect(run(model, params, max_new=24, stops=stops))
+@pytest.fixture(scope="module")
+def without_its_first_token(model, params, plain):
+    """The first row's first plain token ends a row, but not within six tokens of that row."""
+    stops = ending_at(plain[0][:1])
+    return collect(run(model, params, max_new=NEW, min_new=[6, 0, 0], stops=stops, logprobs=True))
+
+
+def test_end_tokens_wait_for_min_new(model, params, plain, without_its_first_token):
+    generation = collect(run(model, params, max_new=NEW, stops=ending_at(list(range(13)))))
     assert [len(tokens) for tokens in generation.tokens] == [1, 1, 1]
-    stops = ms.StopConditions.create(eos_ids=[plain[0][0]])
-    generation = collect(run(model, params, max_new=24, min_new=[6, 0, 0], stops=stops))
-    assert plain[0][0] not in generation.tokens[0][:6]
+    assert plain[0][0] not in without_its_first_token.tokens[0][:6]
 
 
 def test_stop_strings_end_a_row_at_the_token_that_completes_them(model, params, plain):
     token_bytes = [bytes([97 + token]) for token in range(13)]
     wanted = bytes(97 + token for token in plain[0][3:6])
     stops = ms.StopConditions.create(stop_strings=[wanted], token_bytes=token_bytes)
-    generation = collect(run(model, params, max_new=24, stops=stops))
+    generation = collect(run(model, params, max_new=NEW, stops=stops))
     text = b"".join(token_bytes[token] for token in plain[0])
     assert len(generation.tokens[0]) == text.find(wanted) + 3
     assert generation.reasons[0] is ms.StopReason.STOP_STRING
 
 
 def test_statistics_add_up(model, params, plain):
-    generation = collect(run(model, params, max_new=24))
+    generation = collect(run(model, params, max_new=NEW))
     statistics = generation.statistics
     assert statistics.histogram.shape == (3, DRAFTS + 1)
     np.testing.assert_array_equal(statistics.histogram.sum(axis=1), statistics.passes)
@@ -122,27 +132,29 @@ def test_statistics_add_up(model, params, plain):
     assert statistics.drafted.sum() > 0
 
 
-def test_logprobs_are_the_targets_own(model, params, plain):
-    generation = collect(run(model, params, max_new=6, logprobs=True))
+def test_logprobs_are_the_targets_own(model, params, without_its_first_token):
+    """Forbidding a token does not renormalise the others."""
+    emitted, logprobs = without_its_first_token.tokens[0], without_its_first_token.logprobs[0]
     prefill = jax.jit(model.prefill)
-    tokens = np.asarray([PROMPTS[0] + generation.tokens[0][:5] + [0] * 4], np.int32)
-    for emitted, (token, logprob) in enumerate(zip(generation.tokens[0], generation.logprobs[0], strict=True)):
-        length = jnp.asarray([len(PROMPTS[0]) + emitted], jnp.int32)
-        output = prefill(params, tokens, model.init_cache(1, 32), slots=jnp.zeros(1, jnp.int32), num_tokens=length)
-        assert logprob == pytest.approx(float(jax.nn.log_softmax(output.logits[0])[token]), abs=1e-5)
+    text = np.zeros((1, 32), np.int32)
+    text[0, : len(PROMPTS[0]) + len(emitted)] = PROMPTS[0] + emitted
+    cache, slots = model.init_cache(1, 32), np.zeros(1, np.int32)
+    for at, (token, logprob) in enumerate(zip(emitted, logprobs, strict=True), len(PROMPTS[0])):
+        logits = prefill(params, text, cache, slots=slots, num_tokens=np.asarray([at], np.int32)).logits
+        assert logprob == pytest.approx(scipy.special.log_softmax(np.float64(logits[0]))[token], abs=1e-5)
 
 
 def test_one_trace_serves_a_generation_of_varying_lengths(model, params):
-    run(model, params, max_new=24)
+    run(model, params, max_new=NEW)
     programs = driver._compiled_programs()
-    run(model, params, max_new=[3, 17, 24])
-    run(model, params, [[7, 8], [9] * 6, [2]], max_new=24, seeds=9)
+    run(model, params, max_new=[3, 17, NEW])
+    run(model, params, [[7, 8], [9] * 6, [2]], max_new=NEW, seeds=9)
     assert driver._compiled_programs() == programs
 
 
 def test_the_compiled_chunk_calls_nothing_on_the_host(model, params):
     drafter, _ = resolve_drafting(None, DRAFTS)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=8)
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
     stops = ms.StopConditions.create()
     lowered = driver._run_chunk.lower(model, params, state, drafter, ms.Greedy(), DRAFTS, stops, 4, DRAFTS)
     text = lowered.compile().as_text()
@@ -155,7 +167,7 @@ def test_the_compiled_chunk_calls_nothing_on_the_host(model, params):
 def test_the_host_reads_only_at_chunk_ends(model, params, monkeypatch, deliberate):
     """Every conversion of a device array raises, except inside the driver's own read of a finished chunk."""
     drafter, policy = resolve_drafting(None, DRAFTS)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=24)
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
     array_type = type(state.lengths)
     reading, value = [], array_type._value
 
@@ -213,7 +225,7 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         init_cache, prefill, verify = model.init_cache, model.prefill, model.verify
 
     def step(target, drafter):
-        state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=8)
+        state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
         jax.eval_shape(
             lambda state: ms.speculative_decode_step(target, params, state, drafter, ms.Greedy(), DRAFTS), state
         )
@@ -244,21 +256,21 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
     ],
 )
 def test_bad_requests_are_named(model, params, options, message):
-    options = {"prompts": PROMPTS, "max_new": 4, **options}
+    options = {"prompts": PROMPTS, "max_new": NEW, **options}
     with pytest.raises(ValueError, match=message):
         ms.generate(model, params, options.pop("prompts"), **options)
 
 
 def test_a_step_deeper_than_its_state_is_refused(model, params):
     drafter = ms.NgramDrafter(5)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=2, max_new=4)
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=2, max_new=NEW)
     with pytest.raises(ValueError, match="num_drafts is 5, but the state was made for at most 2"):
         ms.speculative_decode_step(model, params, state, drafter, ms.Greedy(), 5)
 
 
 def test_while_loop_form_gives_the_same(model, params, plain):
     drafter = ms.NgramDrafter(DRAFTS)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=24)
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
 
     @jax.jit
     def some_steps(state):
@@ -298,6 +310,7 @@ def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
     state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=budgets)
     lengths, reports = np.array(state.lengths), []
     ends = lengths + budgets
+    propose = jax.jit(lambda tokens, lengths: drafter.propose(None, (), tokens, lengths, None, DRAFTS))
     for newest, report in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 8):
         state = newest
         reports.append(report)
@@ -309,7 +322,7 @@ def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
         for look, row in np.ndindex(expected.shape):
             at = lengths[row] + 2 * look
             if at < ends[row]:
-                proposal = drafter.propose(None, (), tokens[row : row + 1], jnp.asarray([at], jnp.int32), None, DRAFTS)
+                proposal = propose(tokens[row : row + 1], np.asarray([at], np.int32))
                 count = min(int(proposal.lengths[0]), int(report.lengths[row] - at))
                 wrong = np.flatnonzero(proposal.tokens[0, :count] != tokens[row, at : at + count])
                 expected[look, row] = wrong[0] if wrong.size else count
@@ -328,15 +341,15 @@ def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
 
 @pytest.mark.parametrize(("platform", "expected"), [("cpu", "erererer"), ("gpu", "eerererr")])
 def test_an_accelerator_gets_its_next_chunk_before_the_last_one_is_read(model, params, monkeypatch, platform, expected):
-    """e: a chunk is enqueued; r: a report is read. Twelve tokens are four chunks of three steps."""
+    """e: a chunk is enqueued; r: a report is read. Sixteen tokens are four chunks of four steps."""
     events = []
     drafter, policy = resolve_drafting(None, 0)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=0, max_new=[12, 3, 5])
+    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=0, max_new=[16, 3, 5])
 
     def record(event, function):
         return lambda *args: (events.append(event), function(*args))[1]
 
-    chunks = decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 3)
+    chunks = decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 4)
     with monkeypatch.context() as patch:
         patch.setattr(driver.jax, "default_backend", lambda: platform)
         patch.setattr(driver, "_compiled_programs", lambda: 1)
@@ -345,4 +358,4 @@ def test_an_accelerator_gets_its_next_chunk_before_the_last_one_is_read(model, p
         for newest, _ in chunks:
             state = newest
     assert "".join(events[1:]) == expected  # the first read is that of the budgets
-    np.testing.assert_array_equal(state.new_tokens, [12, 3, 5])
+    np.testing.assert_array_equal(state.new_tokens, [16, 3, 5])

@@ -18,6 +18,8 @@ from mamba_spec_jax.speculative.text import token_bytes
 
 from .toy import ToyModel, random_tables
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # Tokens that end inside characters and inside stop strings; together they spell é, è and 日 in several ways.
 PIECES = [b"a", b"b", b"ab", b" ", b"\xc3", b"\xa9", b"\xa8", b"\xe6\x97", b"\xa5", b"b\xc3", b"\xa9a"]
 ALPHABET = {**{n: chr(n) for n in range(33, 127)}, **{n: chr(n) for n in range(0xAE, 0x100)}}

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
@@ -186,8 +186,8 @@ class ToyTreeDrafter:
 
 def random_tables(seed, vocab, floor):
     """Logits of a target and probabilities of a drafter, no entry of either under about `floor`."""
-    keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"), 2)
-    target = jax.random.dirichlet(keys[0], jnp.ones(vocab), (vocab + 1, vocab)) * (1 - vocab * floor) + floor
-    drafter = jax.random.dirichlet(keys[1], jnp.ones(vocab), (vocab,)) * (1 - vocab * floor) + floor
-    drafter /= drafter.sum(axis=-1, keepdims=True)
-    return jnp.log(target), tuple(tuple(row) for row in drafter.tolist())
+    rng = np.random.default_rng(seed)
+    target, drafter = (
+        rng.dirichlet(np.ones(vocab), size) * (1 - vocab * floor) + floor for size in ((vocab + 1, vocab), vocab)
+    )
+    return jnp.asarray(np.log(target), jnp.float32), tuple(tuple(row) for row in drafter.tolist())
