@@ -134,6 +134,7 @@ def speculative_decode_step(
     Raises:
         ValueError: while tracing, if the model's or the drafter's commit was left out, or shapes disagree.
     """
+    require_vocabulary(drafter, model)
     requests = state.requests
     active = state.active
     stops = StopConditions.create() if stops is None else stops
@@ -292,6 +293,16 @@ def require_hidden(drafter: Drafter, hidden: tuple[Array, ...]) -> None:
         raise ValueError(
             f"{type(drafter).__name__} reads the target's hidden states of layers {drafter.hidden_layers}, but the "
             f"target returns those of {len(hidden)} layers: build it with hidden_layers={drafter.hidden_layers}"
+        )
+
+
+def require_vocabulary(drafter: Drafter, model: SpeculativeModel) -> None:
+    """Raises ValueError (while tracing) if the drafter's vocabulary, where it has one, is not the target's in size."""
+    vocab_size = getattr(drafter, "vocab_size", None)
+    if vocab_size is not None and vocab_size != model.vocab_size:
+        raise ValueError(
+            f"{type(drafter).__name__} has a vocabulary of {vocab_size} tokens, but the target one of "
+            f"{model.vocab_size}: draft with a model of the same tokenizer"
         )
 
 

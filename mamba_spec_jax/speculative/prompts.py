@@ -10,7 +10,7 @@ import numpy as np
 from mamba_spec_jax.array_types import Rows
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.modes import ForwardMode
-from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics, require_hidden
+from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics, require_hidden, require_vocabulary
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, SpeculativeModel
 from mamba_spec_jax.speculative.stop import StopReason
 
@@ -47,6 +47,7 @@ def init_decode(
         logprobs: whether to keep each emitted token's log-probability.
         drafter_params: the drafter's weights, if it has any.
     """
+    require_vocabulary(drafter, model)
     lengths = _check_prompts(prompts, model.vocab_size)
     B = len(prompts)
     max_new_rows = _per_row("max_new", max_new, B, np.int32, least=0)

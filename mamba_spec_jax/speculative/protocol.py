@@ -56,6 +56,8 @@ class Progress:
         hidden: `[B, T, D]` the target's hidden state at each, for every layer that the drafter asks for.
         counts: `[B]` how many columns are real; 0 in rows that stand still.
         mode: the pass, EXTEND for a piece of prompt, TARGET_VERIFY for an accepted path (static).
+        as_proposed: whether an accepted path is always one that this drafter proposed itself, if it proposed anything;
+            False where the drafts of another may have been verified in its place (static).
     """
 
     tokens: Tokens
@@ -63,13 +65,15 @@ class Progress:
     hidden: tuple[Hidden, ...]
     counts: Rows
     mode: ForwardMode = flax.struct.field(pytree_node=False)
+    as_proposed: bool = flax.struct.field(pytree_node=False, default=True)
 
 
 class Drafter(Protocol):
     """A source of drafts. Hashable and static; its weights arrive as `params`, what it remembers is a pytree.
 
     Rows of its state are batch rows. A drafter that has a recurrent state of its own brings it to the accepted prefix
-    by `update_mamba_state_after_mtp_verify`, as the target does.
+    by `update_mamba_state_after_mtp_verify`, as the target does. One that has a vocabulary of its own says how large it
+    is by a `vocab_size`, which must be the target's.
     """
 
     @property

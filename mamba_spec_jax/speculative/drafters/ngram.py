@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Rows, Tokens
+from mamba_spec_jax.array_types import Array, Int32, Rows, Tokens
 from mamba_spec_jax.speculative.protocol import Progress, Proposal
 from mamba_spec_jax.speculative.sampling import TokenChoice
 
@@ -36,13 +36,7 @@ class NgramDrafter:
     proposes_trees: ClassVar[bool] = False
 
     def __post_init__(self):
-        if self.max_drafts < 0:
-            raise ValueError(f"NgramDrafter.max_drafts is {self.max_drafts}, expected at least 0")
-        if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(
-                f"NgramDrafter got min_ngram={self.min_ngram}, max_ngram={self.max_ngram}, "
-                "expected 1 <= min_ngram <= max_ngram"
-            )
+        check_ngrams(self)
 
     def init(self, batch: int, max_len: int) -> tuple[()]:
         """No state."""
@@ -63,12 +57,11 @@ class NgramDrafter:
         """
         if not 0 <= num_drafts <= self.max_drafts:
             raise ValueError(f"NgramDrafter got num_drafts={num_drafts}, expected 0..{self.max_drafts} (max_drafts)")
-        matched, end = self._longest_match(tokens, lengths)
-        start = end + 1
-        period = jnp.maximum(lengths - start, 1)
-        source = start[:, None] + jnp.arange(num_drafts, dtype=jnp.int32) % period[:, None]
-        continuation = jnp.take_along_axis(tokens, jnp.clip(source, 0, tokens.shape[1] - 1), axis=1)
-        found = matched >= self.min_ngram
+        # One plain maximum finds the longest match and, among equals, the latest.
+        width = tokens.shape[1]
+        best = jnp.max(suffix_matches(tokens, lengths, self.max_ngram) * width + jnp.arange(width), axis=1)
+        found = best // width >= self.min_ngram
+        continuation = continuations(tokens, lengths, (best % width)[:, None], num_drafts)[:, 0]
         return Proposal(
             tokens=jnp.where(found[:, None], continuation, 0),
             lengths=jnp.where(found, num_drafts, 0).astype(jnp.int32),
@@ -79,18 +72,46 @@ class NgramDrafter:
         """Nothing to follow: the emitted tokens come back with the next `propose`."""
         return state
 
-    def _longest_match(self, tokens: Tokens, lengths: Rows) -> tuple[Rows, Rows]:
-        """Length of the longest suffix with an earlier occurrence (0 for none), and where the latest of those ends."""
-        width = tokens.shape[1]
-        columns = jnp.arange(width, dtype=jnp.int32)
-        last = lengths[:, None] - 1
-        runs = jnp.broadcast_to(columns < last, tokens.shape)
-        matched = jnp.zeros(tokens.shape, jnp.int32)
-        for back in range(self.max_ngram):
-            suffix_token = jnp.take_along_axis(tokens, jnp.clip(last - back, 0, width - 1), axis=1)
-            shifted = jnp.roll(tokens, back, axis=1)
-            runs &= (shifted == suffix_token) & (columns >= back)
-            matched += runs.astype(jnp.int32)
-        # One plain maximum finds the longest match and, among equals, the latest.
-        best = jnp.max(matched * width + columns, axis=1)
-        return best // width, best % width
+
+def suffix_matches(tokens: Tokens, lengths: Rows, max_ngram: int) -> Int32[Array, "B M"]:
+    """How many tokens up to and including each column are those that the row ends in, `max_ngram` at most.
+
+    0 from a row's last real token on: what counts is an earlier occurrence.
+
+    Args:
+        tokens: `[B, M]`; columns at or past a row's length may hold anything.
+        lengths: `[B]` real tokens.
+        max_ngram: longest suffix tried (static); each token of it is one pass over `tokens`.
+    """
+    width = tokens.shape[1]
+    columns = jnp.arange(width, dtype=jnp.int32)
+    last = lengths[:, None] - 1
+    runs = jnp.broadcast_to(columns < last, tokens.shape)
+    matched = jnp.zeros(tokens.shape, jnp.int32)
+    for back in range(max_ngram):
+        suffix_token = jnp.take_along_axis(tokens, jnp.clip(last - back, 0, width - 1), axis=1)
+        shifted = jnp.roll(tokens, back, axis=1)
+        runs &= (shifted == suffix_token) & (columns >= back)
+        matched += runs.astype(jnp.int32)
+    return matched
+
+
+def continuations(tokens: Tokens, lengths: Rows, ends: Int32[Array, "B R"], num_drafts: int) -> Int32[Array, "B R K"]:
+    """The `num_drafts` tokens behind each of the columns `ends`, reading on into themselves where the text ends."""
+    start = ends + 1
+    period = jnp.maximum(lengths[:, None] - start, 1)
+    source = start[..., None] + jnp.arange(num_drafts, dtype=jnp.int32) % period[..., None]
+    rows = jnp.arange(tokens.shape[0])[:, None, None]
+    return tokens[rows, jnp.clip(source, 0, tokens.shape[1] - 1)]
+
+
+def check_ngrams(drafter: Any) -> None:
+    """Raises ValueError if `max_drafts`, `max_ngram` and `min_ngram` of a drafter do not fit together."""
+    name = type(drafter).__name__
+    if drafter.max_drafts < 0:
+        raise ValueError(f"{name}.max_drafts is {drafter.max_drafts}, expected at least 0")
+    if not 1 <= drafter.min_ngram <= drafter.max_ngram:
+        raise ValueError(
+            f"{name} got min_ngram={drafter.min_ngram}, max_ngram={drafter.max_ngram}, "
+            "expected 1 <= min_ngram <= max_ngram"
+        )
