@@ -1,0 +1,133 @@
+"""Heads on disk: the published layouts, round trips, and what is refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import mamba_spec_jax as ms
+from mamba_spec_jax.models.heads.checkpoint import load_head, save_head
+from tests.mamba_spec_jax import tiny
+from tests.mamba_spec_jax.heads import head_config, random_module
+
+TARGET = ms.HybridModel.create(tiny.MOE)
+PARAMS = tiny.random_params(TARGET)
+ATTENTION = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+MLP = [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+# The names of published checkpoints of both kinds.
+EAGLE3 = {
+    "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "midlayer.hidden_norm.weight",
+    *(f"midlayer.{name}" for name in (*ATTENTION, *MLP, *NORMS)),
+}  # fmt: skip
+HEAD_NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+DFLASH = {
+    "fc.weight", "norm.weight", "hidden_norm.weight",
+    *(f"layers.{i}.{name}" for i in range(2) for name in (*ATTENTION, *MLP, *NORMS, *HEAD_NORMS)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Writes a head and returns its folder and its module."""
+
+    def save(kind):
+        config = head_config(kind, TARGET)
+        module = random_module(kind, config)
+        save_head(tmp_path / kind, module, config, block_size=5, mask_token=3)
+        return tmp_path / kind, module
+
+    return save
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(("kind", "names"), [("eagle3", EAGLE3), ("dflash", DFLASH)])
+def test_names_and_types_are_those_of_published_checkpoints(saved, kind, names):
+    folder, _ = saved(kind)
+    with safe_open(folder / "model.safetensors", framework="numpy") as file:
+        types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, not a dict
+    assert set(types) == names
+    assert {name: types.pop(name) for name in ("d2t", "t2d") if name in types} == (
+        {"d2t": "I64", "t2d": "BOOL"} if kind == "eagle3" else {}
+    )
+    assert set(types.values()) == {"BF16"}
+    config = json.loads((folder / "config.json").read_text())
+    if kind == "eagle3":
+        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert (config["draft_vocab_size"], config["vocab_size"]) == (17, 29)
+    else:
+        assert config["architectures"] == ["DFlashDraftModel"]
+        assert config["block_size"] == 5
+        assert config["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "one layer", "three layers", "dflash"])
+def test_a_head_comes_back_as_it_was_written(saved, kind):
+    folder, module = saved(kind)
+    found = load_head(folder, TARGET, PARAMS)
+    assert found.head.config == head_config(kind, TARGET)
+    assert (found.block_size, found.mask_token) == ((5, 3) if kind == "dflash" else (None, None))
+    assert found.params["output"] is None  # tied
+    np.testing.assert_array_equal(found.params["embedding"], PARAMS["embed_tokens"]["embedding"][...])
+    expected, read = (dict(nnx.to_flat_state(state)) for state in (nnx.state(module), found.params["head"]))
+    assert expected.keys() == read.keys()
+    for path, leaf in expected.items():
+        value = leaf[...]
+        rounded = value.astype(jax.numpy.bfloat16).astype(value.dtype) if value.dtype == np.float32 else value
+        np.testing.assert_array_equal(read[path][...], rounded, err_msg=str(path))
+
+
+def test_an_embedding_of_its_own_goes_before_the_targets(saved):
+    folder, _ = saved("eagle3")
+    path, own = folder / "model.safetensors", np.full((29, 12), 0.5, np.float32)
+    save_file(load_file(path) | {"embed_tokens.weight": own}, path)
+    np.testing.assert_array_equal(load_head(folder, TARGET, PARAMS).params["embedding"], own)
+
+
+def test_without_a_word_on_them_the_usual_layers_are_read(saved):
+    folder, _ = saved("eagle3")
+    edit(folder, eagle_config=None)
+    with pytest.raises(ValueError, match=r"fc\.weight is \[12, 24\], expected \[12, 36\]"):
+        load_head(folder, TARGET, PARAMS)  # three layers instead of two
+    with pytest.raises(ValueError, match="names no layers of the target, and the usual ones need at least 4, not 3"):
+        load_head(folder, ms.HybridModel.create(tiny.DENSE), tiny.random_params(ms.HybridModel.create(tiny.DENSE)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 16}, "a head for another model: its hidden_size is 16, the target's is 12"),
+        ({"vocab_size": 32000}, "a head for another model: its vocab_size is 32000, the target's is 29"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"architectures\[0\] is 'LlamaForCausalLM', expected a draft head"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 4]}},
+            r"eagle_aux_hidden_state_layer_ids is \[0, 4\], expected layers of the target, 0\.\.3",
+        ),
+        ({"intermediate_size": 11}, r"midlayer\.mlp\.down_proj\.weight is \[12, 10\], expected \[12, 11\]"),
+        ({"draft_vocab_size": 30}, r"draft_vocab_size is 30, expected 1\.\.29"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3 is not a multiple of num_key_value_heads=2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(saved, changes, message):
+    folder, _ = saved("eagle3")
+    edit(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_head(folder, TARGET, PARAMS)
+
+
+def test_missing_and_surplus_weights_are_named(saved):
+    folder, _ = saved("dflash")
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["layers.2.extra.weight"] = weights.pop("layers.1.self_attn.k_norm.weight")
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=r"k_norm\.weight is missing; layers\.2\.extra\.weight is surplus"):
+        load_head(folder, TARGET, PARAMS)
