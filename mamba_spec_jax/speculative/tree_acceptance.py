@@ -38,9 +38,9 @@ def reject_tree(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) ->
     A child with token d is accepted with probability min(1, p(d) / q(d)). If it is not, p becomes the normalised
     max(p - q, 0), and q what its drafter drew the next sibling from, q without d, normalised; then the next sibling is
     tested against those. The last token is drawn from what is left of p. Whatever siblings there are, the token after a
-    node has the distribution p: a round of rejection keeps it for any q (Leviathan et al. 2023, theorem 3.5), and what
-    is passed on is the distribution which the next round has to make up for (Miao et al. 2024, algorithm 2; drawn
-    without replacement, Jeon et al. 2024, algorithm 1).
+    node has the distribution p: a round of rejection keeps it for any q (Leviathan et al. 2023, appendix A.1), and what
+    is passed on is the distribution which the next round has to make up for (Miao et al. 2024, algorithm 2; without
+    replacement, Jeon et al. 2024).
 
     Args:
         draft: with `parents` and `probs`.
