@@ -63,11 +63,13 @@ def random_case(seed, with_probs):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def drawn_tokens(method, logits, temperature=ONES, forbidden=None):
+def jit_drawn_tokens(method, logits, temperature):
+    return draw_tokens(draw_keys(SEEDS, POSITIONS, Purpose.TOKEN), filtered_log_probs(method, logits, temperature))
+
+
+def drawn_tokens(logits, temperature=ONES):
     """What plain sampling emits at each node."""
-    return draw_tokens(
-        draw_keys(SEEDS, POSITIONS, Purpose.TOKEN), filtered_log_probs(method, logits, temperature, forbidden)
-    )
+    return np.asarray(jit_drawn_tokens(METHOD, np.asarray(logits), np.asarray(temperature)))
 
 
 def check_consistent(result):
@@ -125,7 +127,7 @@ def test_rows_at_temperature_zero_walk_greedily(with_probs):
 def test_point_mass_drafts_leave_plain_sampling_unchanged():
     for seed in range(5):
         logits, draft = random_case(seed, with_probs=False)
-        plain = np.asarray(drawn_tokens(METHOD, logits))
+        plain = drawn_tokens(logits)
         right = dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:].set(plain[:, :-1]))
         wrong_at = np.array([1, 2, 3, 1, 2, 3])
         wrong = dataclasses.replace(
@@ -203,7 +205,7 @@ def test_rows_do_not_mix(with_probs):
     for seed in range(4):
         logits, draft = random_case(10 + seed, with_probs)
         if not with_probs:  # the first drafts right, or a random one would seldom be
-            plain = drawn_tokens(METHOD, logits, temperature)
+            plain = drawn_tokens(logits, temperature)
             draft = dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:3].set(plain[:, :2]))
         draft = dataclasses.replace(draft, lengths=np.minimum(draft.lengths, 2))
         case = jax.tree.map(np.asarray, (logits, draft, NOISE))
@@ -233,7 +235,8 @@ def test_without_drafts_it_is_a_decode_step(with_probs):
     draft = make_draft([[0]] * B, [0] * B, [0, 1, 2, -1, 4, 5], probs)
     result = run(logits[:, :1], draft, seeds=SEEDS, positions=POSITIONS[:, :1])
     assert result.accept_lens.tolist() == [1, 1, 1, 0, 1, 1]
-    expected = drawn_tokens(METHOD, logits)[:, :1].at[3].set(-1)
+    expected = drawn_tokens(logits)[:, :1].copy()
+    expected[3] = -1
     np.testing.assert_array_equal(result.tokens, expected)
     greedy = run(logits[:, :1], make_draft([[0]] * B, [0] * B), Greedy(), seeds=SEEDS, positions=POSITIONS[:, :1])
     np.testing.assert_array_equal(greedy.tokens[:, 0], jnp.argmax(logits[:, 0], axis=-1))
@@ -264,7 +267,7 @@ def test_log_probs_are_the_targets_own():
             np.testing.assert_allclose(result.logprobs[b, t], expected[b, t, result.tokens[b, t]], rtol=1e-6)
         else:
             assert result.logprobs[b, t] == 0
-    assert jit_accept(Greedy(), logits, draft).logprobs is None
+    assert jax.eval_shape(functools.partial(accept, Greedy()), logits, draft).logprobs is None
 
 
 def test_64_bit_mode_draws_the_same():
