@@ -153,6 +153,8 @@ class HybridConfig:
         for name, choices in (("mlp_activation", tuple(ACTIVATIONS)), ("mamba_norm", MAMBA_NORMS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {choices}")
+        if not self.time_step_limit[0] <= self.time_step_limit[1]:
+            raise ValueError(f"time_step_limit is {self.time_step_limit}, expected two numbers in ascending order")
         if ("shared" in self.layer_types) != (self.shared_blocks is not None):
             raise ValueError(f"shared_blocks is {self.shared_blocks}, expected them if and only if a layer is shared")
 

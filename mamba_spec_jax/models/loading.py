@@ -55,6 +55,7 @@ def load(
     revision: str | None = None,
     local_files_only: bool = False,
     progress: bool = False,
+    time_step_limit: tuple[float, float] | None = None,
 ) -> LoadedModel:
     """Loads `config.json`, safetensors weights and `tokenizer.json`, from a folder or from the Hugging Face hub.
 
@@ -69,6 +70,8 @@ def load(
         revision: branch, tag or commit on the hub.
         local_files_only: use what an earlier call downloaded.
         progress: show a progress bar.
+        time_step_limit: clamp of Mamba-2's time steps in every pass; None is what transformers' full forward does,
+            which for some families is not what their `config.json` says.
 
     Raises:
         ValueError: the checkpoint cannot be found, is damaged, or is not what this library can run; says which part.
@@ -80,8 +83,11 @@ def load(
     if hf.has("quantization_config"):
         method = hf.nested("quantization_config").values.get("quant_method", "unknown")
         raise ValueError(f"{folder} is quantized ({method}), expected a checkpoint of plain floating-point weights")
+    config = _with_generation_config(family.read_config(hf), folder)
+    if time_step_limit is not None:
+        config = dataclasses.replace(config, time_step_limit=time_step_limit)
     model = HybridModel.create(
-        _with_generation_config(family.read_config(hf), folder),
+        config,
         policy,
         speculative_mode=speculative_mode,
         strategy=strategy,

@@ -15,6 +15,8 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 STEP_TOLERANCE = 1e-5
+# Closer scores than this could route a token to another expert when the sums are merely ordered differently.
+ROUTER_GAP = 1e-4
 
 
 def write_family_case(case: family_cases.FamilyCase, folder: pathlib.Path) -> dict[str, Any]:
@@ -33,13 +35,18 @@ def write_family_case(case: family_cases.FamilyCase, folder: pathlib.Path) -> di
 
     tokens = np.random.default_rng(case.seed).integers(0, config.vocab_size, (2, case.length))
     logits = full_forward(model, tokens)
+    gap = router_gap(model, tokens)
+    if gap < ROUTER_GAP:
+        raise RuntimeError(f"{folder}: two experts' scores are {gap:.1e} apart; choose another seed")
     error = float(np.abs(step_by_step(model, tokens) - logits).max())
     # Its one-token step leaves time steps unclamped: where they are clamped, the two must differ.
     clamps = clamped_steps(model, tokens)
     if (error > STEP_TOLERANCE) != clamps:
         raise RuntimeError(f"{folder}: decoding step by step is off by {error:.1e}, clamped time steps: {clamps}")
+    free = {"logits_unclamped": unclamped_forward(model, tokens)} if case.trained_dt and clamps else {}
     np.savez(
         folder / "golden.npz",
+        **free,
         tokens=tokens.astype(np.int32),
         logits=logits,
         num_parameters=np.int64(sum(np.prod(shape) for shape in shapes.values())),
@@ -51,6 +58,7 @@ def write_family_case(case: family_cases.FamilyCase, folder: pathlib.Path) -> di
         "parameters": sum(int(np.prod(shape)) for shape in shapes.values()),
         "kB": sum(path.stat().st_size for path in folder.iterdir()) // 1000,
         "logits std": f"{logits.std():.2f}",
+        "router gap": f"{gap:.1e}" if np.isfinite(gap) else "-",
         "step error": f"{error:.1e}" + (" (its steps do not clamp)" if clamps else ""),
     }
 
@@ -58,7 +66,11 @@ def write_family_case(case: family_cases.FamilyCase, folder: pathlib.Path) -> di
 def load(folder: pathlib.Path) -> torch.nn.Module:
     """The model of a folder in float32, with the plainest implementations; every weight found, none left over."""
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
     )
     complaints = {kind: keys for kind, keys in info.items() if keys}
     if complaints:
@@ -86,6 +98,40 @@ def step_by_step(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
         for t in range(tokens.shape[1])
     ]
     return torch.cat(steps, dim=1).numpy()
+
+
+def unclamped_forward(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    """Logits `[B, T, V]` with time steps as they come, whatever the model does to them."""
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+    return full_forward(model, tokens)
+
+
+@torch.no_grad()
+def router_gap(model: torch.nn.Module, tokens: np.ndarray) -> float:
+    """How near any token came to another expert, or to another group of them."""
+    gaps = [float("inf")]
+
+    def between(scores, chosen):
+        if chosen < scores.shape[-1]:
+            ordered = scores.sort(dim=-1, descending=True).values
+            gaps.append(float((ordered[:, chosen - 1] - ordered[:, chosen]).min()))
+
+    def observe(router, _, output):
+        choice = output[0].sigmoid() + router.e_score_correction_bias
+        grouped = choice.view(len(choice), router.num_group, -1)
+        best = grouped.topk(2, dim=-1).values.sum(-1)
+        between(best, router.topk_group)
+        kept = best >= best.topk(router.topk_group).values[:, -1:]
+        between(grouped.masked_fill(~kept[..., None], -1e9).flatten(1), router.top_k)
+
+    routers = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
+    hooks = [router.register_forward_hook(observe) for router in routers]
+    full_forward(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    return min(gaps)
 
 
 @torch.no_grad()

@@ -23,11 +23,11 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 class Golden:
     """A checkpoint, what transformers computes with it, and our passes over it, each compiled once."""
 
-    def __init__(self, folder: Path, golden: Path):
+    def __init__(self, folder: Path, golden: Path, **options):
         self.folder = folder
         with np.load(golden) as arrays:
             self.arrays = dict(arrays)
-        loaded = load(folder)
+        loaded = load(folder, **options)
         self.model, self.params = loaded.model, loaded.params
         self.tokens: np.ndarray = self.arrays["tokens"]
         self.logits: np.ndarray = self.arrays["logits"]

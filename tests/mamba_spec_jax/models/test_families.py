@@ -1,6 +1,7 @@
 """What every family owes: transformers' logits in every kind of pass, exact commits, and lossless speculation."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import mamba_spec_jax as ms
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.hybrid_lm import HybridModel
+from mamba_spec_jax.models.loading import load
 from mamba_spec_jax.modes import CommitStrategy
 from mamba_spec_jax.speculative.generate import decode_chunks, resolve_drafting
 from tests.golden.family_cases import FAMILY_CASES
@@ -19,6 +21,7 @@ from .goldens import GOLDEN, QUICKLY, Golden, assert_close, write_checkpoint
 
 CASES = {f"{case.family}/{case.name}": case for case in FAMILY_CASES}
 # One model a family, with its every switch set, for what does not depend on transformers.
+CLAMPED = ["nemotron_h/trained_dt"]
 SWITCHED = [name for name in CASES if name.endswith("/switches")]
 
 
@@ -42,6 +45,20 @@ def test_full_forward(golden):
     output = golden.prefill(golden.empty_cache(), np.zeros_like(golden.prefix), golden.prefix)
     assert_close(output.logits, golden.expected)
     np.testing.assert_array_equal(output.cache.lengths, golden.prefix)
+
+
+@pytest.mark.parametrize("golden", CLAMPED, indirect=True)
+def test_time_steps_may_be_left_as_they_come(golden):
+    """transformers' full forward clamps them to `time_step_min`, whatever the `time_step_limit` of the file."""
+    expected = golden.arrays["logits_unclamped"]
+    assert np.abs(expected - golden.logits).max() > 1e-2
+    B, T = golden.tokens.shape
+    free = load(golden.folder, time_step_limit=(0.0, math.inf))
+    rows = jnp.arange(B, dtype=jnp.int32)
+    prefill = jax.jit(free.model.prefill, compiler_options=QUICKLY)
+    cache, counts = free.model.init_cache(B, T), jnp.full(B, T, jnp.int32)
+    output = prefill(free.params, jnp.asarray(golden.tokens), cache, slots=rows, num_tokens=counts)
+    assert_close(output.logits, expected[:, -1])
 
 
 def test_chunks_of_prompt_the_last_one_token_long(golden):
