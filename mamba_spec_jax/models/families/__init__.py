@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h
+from mamba_spec_jax.models.families import bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2
 from mamba_spec_jax.models.families.base import Family
 from mamba_spec_jax.models.hf_config import HFConfig
 
@@ -14,6 +14,7 @@ FAMILIES = {
     "granitemoehybrid": granitemoehybrid.FAMILY,
     "mamba2": mamba2.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
+    "zamba2": zamba2.FAMILY,
 }
 
 
