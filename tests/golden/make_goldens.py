@@ -19,7 +19,15 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from transformers import DynamicCache, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    PreTrainedConfig,
+    logging,
+)
 
 HERE = pathlib.Path(__file__).resolve().parent
 CHECKPOINT = HERE.parents[1] / "mamba_spec_jax" / "assets" / "tiny"
@@ -204,11 +212,17 @@ def write_published(out: pathlib.Path) -> list[dict[str, Any]]:
     models = json.loads((HERE / "published.json").read_text())
     for model in models:
         with torch.device("meta"):
-            built = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**model["config"]))
-        model["num_parameters"] = built.num_parameters()
+            built = AutoModelForCausalLM.from_config(config_of(model["config"]))
+        # Experts are chosen with the help of buffers, which are stored and trained like parameters.
+        stored = [buffer.numel() for name, buffer in built.named_buffers() if name in built.state_dict()]
+        model["num_parameters"] = built.num_parameters() + sum(stored)
         model["tied"] = built.config.tie_word_embeddings
     (out / "published.json").write_text(json.dumps(models, indent=1) + "\n")
     return [{key: model[key] for key in ("name", "num_parameters", "tied")} for model in models]
+
+
+def config_of(values: dict[str, Any]) -> PreTrainedConfig:
+    return AutoConfig.for_model(**{"model_type": "granitemoehybrid"} | values)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
