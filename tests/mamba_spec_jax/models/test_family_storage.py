@@ -12,7 +12,7 @@ from mamba_spec_jax.models.loading import load
 from mamba_spec_jax.modes import DTypePolicy
 from tests.golden.family_cases import FAMILY_CASES
 
-from .goldens import write_checkpoint
+from .goldens import QUICKLY, write_checkpoint
 
 CASES = {f"{case.family}/{case.name}": case for case in FAMILY_CASES}
 
@@ -93,7 +93,7 @@ def test_16_bit_models_run_and_stay_near(name, tmp_path):
     loaded = load(golden.folder, policy=DTypePolicy.bfloat16())
     B, T = golden.tokens.shape
     cache, slots = loaded.model.init_cache(B, T), jnp.arange(B, dtype=jnp.int32)
-    output = jax.jit(loaded.model.prefill)(
+    output = jax.jit(loaded.model.prefill, compiler_options=QUICKLY)(
         loaded.params, jnp.asarray(golden.tokens), cache, slots=slots, num_tokens=jnp.full(B, T, jnp.int32)
     )
     assert output.logits.dtype == jnp.float32
