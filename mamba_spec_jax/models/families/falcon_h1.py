@@ -12,6 +12,7 @@ from mamba_spec_jax.models.hf_config import HFConfig
 def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`; absent keys have transformers' defaults."""
     hf.choice("hidden_act", "silu", ["silu"])
+    hf.choice("mamba_use_mlp", True, [True])
     hidden_size = hf.integer("hidden_size", 4096, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 32, minimum=1)
     head_dim = hf.integer("head_dim", minimum=1) if hf.has("head_dim") else hidden_size // attention_heads

@@ -14,7 +14,6 @@ from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.loading import load
 from mamba_spec_jax.modes import CommitStrategy
-from mamba_spec_jax.speculative.generate import decode_chunks, resolve_drafting
 from tests.golden.family_cases import FAMILY_CASES
 
 from .goldens import GOLDEN, QUICKLY, Golden, assert_close, write_checkpoint
@@ -129,14 +128,15 @@ def test_commit_at_every_accept_length_equals_decoding(golden, strategy):
 def test_speculative_greedy_is_plain_greedy(golden):
     """Drafts or none through the same compiled steps: the same tokens, and the same bits behind them."""
     prompts = [golden.tokens[b, start:end].tolist() for b, start, end in ((0, 0, 3), (0, 2, 6), (1, 0, 1), (1, 4, 6))]
-    drafter, policy = resolve_drafting(None, 3)
+    drafter = ms.NgramDrafter(3)
+
+    @functools.partial(jax.jit, donate_argnums=1, compiler_options=QUICKLY)
+    def decode(params, state):
+        return ms.decode_until_finished(golden.model, params, state, drafter, ms.Greedy(), 3)
 
     def run(limit):
         options = {"max_drafts": 3, "max_new": 128, "draft_limit": limit, "logprobs": True}
-        state = ms.init_decode(golden.model, golden.params, prompts, drafter=drafter, **options)
-        for newest, _ in decode_chunks(golden.model, golden.params, state, drafter, ms.Greedy(), None, policy, 32):
-            state = newest
-        return state
+        return decode(golden.params, ms.init_decode(golden.model, golden.params, prompts, drafter=drafter, **options))
 
     plain, speculative = run(0), run(3)
     np.testing.assert_array_equal(plain.lengths, [len(prompt) + 128 for prompt in prompts])

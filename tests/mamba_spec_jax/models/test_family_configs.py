@@ -81,6 +81,7 @@ REFUSALS = [
     ("bamba", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn', expected one of default"),
     ("bamba", {"mamba_d_head": 32}, r"mamba_d_head is 32, expected 64: mamba_expand \* hidden_size / mamba_n_heads"),
     ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', expected one of silu"),
+    ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp is False, expected one of True"),
     ("falcon_h1", {"ssm_multipliers": [1, 1]}, r"ssm_multipliers is \[1, 1\], expected 5 finite numbers"),
     ("falcon_h1", {"mlp_multipliers": [1, math.nan]}, r"mlp_multipliers is \[1, nan\], expected 2 finite numbers"),
     ("falcon_h1", {"lm_head_multiplier": 0}, "lm_head_multiplier is 0, expected a positive finite number"),
