@@ -61,7 +61,7 @@ class HybridLayer(nnx.Module):
     ) -> Mixed:  # fmt: skip
         """`heard` is added to what the mixer reads, but not to the residual stream."""
         if self.mixer is not None:
-            normed = self.input_norm((x if heard is None else x + heard).astype(self.dtype))
+            normed = self.input_norm((x if heard is None else x + heard.astype(x.dtype)).astype(self.dtype))
             mixed, cache, record = self.mixer(self.layer_id, normed, backend, cache, record, batch)
             x = x + (mixed * self.residual_multiplier).astype(x.dtype)
         if self.mlp_norm is not None:

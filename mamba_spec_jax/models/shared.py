@@ -60,7 +60,7 @@ class SharedBlock(nnx.Module):
         record: VerifyRecord | None, batch: ForwardBatch,
     ) -> Mixed:  # fmt: skip
         """What the layer of `use` hears of the residual stream `x` and the embeddings that it began with."""
-        both = self.input_norm(jnp.concatenate([x, embedded], axis=-1))
+        both = self.input_norm(jnp.concatenate([x.astype(embedded.dtype), embedded], axis=-1))
         adapters = tuple(use.attention_adapters)
         mixed, cache, record = self.attention(use.layer_id, both, backend, cache, record, batch, adapters)
         return use.linear(self.mlp(self.mlp_norm(mixed), use.mlp_adapter)), cache, record
