@@ -59,11 +59,11 @@ class Weight:
 
     def source_shape(self, shape: tuple[int, ...], found: Container[str]) -> tuple[int, ...]:
         """The shape that each source of a parameter of `shape` has."""
-        stored, count = self.layout.stored_shape(shape), len(self.sources(found))
-        if count == 1:
+        stored, sources = self.layout.stored_shape(shape), self.sources(found)
+        if sources == (self.name,):
             return stored
         rest = stored[-1:] if len(stored) > 1 else ()
-        return (math.prod(stored) // math.prod(rest) // count, *rest)
+        return (math.prod(stored) // math.prod(rest) // len(sources), *rest)
 
     def to_parameter(self, sources: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
         """The parameter of `shape`; a view where it is stored whole."""
