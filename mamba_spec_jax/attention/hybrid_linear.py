@@ -18,14 +18,17 @@ from mamba_spec_jax.modes import ForwardMode
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class HybridLinearAttnBackend:
-    """Full attention for `full_attn_layers`, the recurrence for every other layer.
+    """Full attention for `full_attn_layers`, the recurrence for `linear_attn_layers`.
+
+    A layer may be in both, and its inputs then say which of the two runs; or in neither, and then never comes here.
 
     Attributes:
         num_layers: all layers.
         full_attn_layers: ids of those with keys and values, ascending.
         full: their attention.
-        linear: the recurrence of the others.
+        linear: the recurrence.
         pool_spec: the pools this backend works on.
+        linear_attn_layers: ids of those with recurrent state, ascending; None is every layer without keys and values.
     """
 
     num_layers: int
@@ -33,12 +36,16 @@ class HybridLinearAttnBackend:
     full: FullAttention
     linear: Mamba2
     pool_spec: PoolSpec
+    linear_attn_layers: tuple[int, ...] = None  # type: ignore[assignment]  # filled in below
 
     def __post_init__(self):
+        if self.linear_attn_layers is None:
+            others = tuple(i for i in range(self.num_layers) if i not in self.full_attn_layers)
+            object.__setattr__(self, "linear_attn_layers", others)
         spec, linear = self.pool_spec, self.linear
         expected = {
             "attention_layers": len(self.full_attn_layers),
-            "recurrent_layers": self.num_layers - len(self.full_attn_layers),
+            "recurrent_layers": len(self.linear_attn_layers),
             "heads": linear.heads,
             "head_dim": linear.head_dim,
             "state": linear.state,
@@ -72,7 +79,7 @@ class HybridLinearAttnBackend:
 
         Args:
             layer_id: which layer of the model.
-            inputs: `AttentionInputs` for a full-attention layer, `Mamba2Inputs` for a recurrent one.
+            inputs: `AttentionInputs` for full attention, `Mamba2Inputs` for the recurrence.
             cache: may be donated by the caller's jit.
             record: from `init_record`, threaded through the layers.
             batch: the pass.
@@ -80,13 +87,7 @@ class HybridLinearAttnBackend:
         Returns:
             `[B, T, heads, head_dim]`, the cache and the record.
         """
-        attends = layer_id in self.full_attn_layers
-        expected = AttentionInputs if attends else Mamba2Inputs
-        if not isinstance(inputs, expected):
-            raise ValueError(
-                f"layer {layer_id} is a {'full-attention' if attends else 'recurrent'} layer: got "
-                f"{type(inputs).__name__}, expected {expected.__name__}"
-            )
+        self._check_inputs(layer_id, inputs)
         if batch.mode is ForwardMode.IDLE:
             return self._idle_output(inputs), cache, record
         if isinstance(inputs, AttentionInputs):
@@ -95,7 +96,7 @@ class HybridLinearAttnBackend:
                 # The commit of a tree moves keys and values, so it has to wait for attention as well.
                 record = dataclasses.replace(record, num_tokens=_available_after(record.num_tokens, output))
             return output, dataclasses.replace(cache, kv=kv), record
-        index = layer_id - sum(other < layer_id for other in self.full_attn_layers)
+        index = self.linear_attn_layers.index(layer_id)
         output, pool, record = self.linear.forward(index, inputs, cache.mamba, record, batch)
         if record is not None and index == self.pool_spec.recurrent_layers - 1:
             record = dataclasses.replace(record, num_tokens=_available_after(record.num_tokens, output))
@@ -150,6 +151,19 @@ class HybridLinearAttnBackend:
             counts = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
         lengths = advance_lengths(cache, record.slots, counts)
         return dataclasses.replace(cache, mamba=pool, kv=kv, lengths=lengths, awaiting_commit=False)
+
+    def _check_inputs(self, layer_id: int, inputs: object) -> None:
+        routes = (
+            ("full-attention", AttentionInputs, self.full_attn_layers),
+            ("recurrent", Mamba2Inputs, self.linear_attn_layers),
+        )
+        kinds = [kind for kind, _, layers in routes if layer_id in layers]
+        expected = [inputs_type for _, inputs_type, layers in routes if layer_id in layers]
+        if not isinstance(inputs, tuple(expected)):
+            raise ValueError(
+                f"layer {layer_id} is a {' and '.join(kinds) or 'feed-forward'} layer: got {type(inputs).__name__}, "
+                f"expected {' or '.join(each.__name__ for each in expected) or 'not to mix tokens'}"
+            )
 
     def _idle_output(self, inputs: AttentionInputs | Mamba2Inputs) -> Array:
         if isinstance(inputs, AttentionInputs):

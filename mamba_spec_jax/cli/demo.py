@@ -81,10 +81,9 @@ def demo(
 def _model_line(loaded: LoadedModel) -> str:
     config = loaded.model.config
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(loaded.params))
-    attention = len(config.attention_layers)
     return (
-        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.layer_types) - attention} Mamba-2 and "
-        f"{attention} attention layers"
+        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.mamba_layers)} Mamba-2 and "
+        f"{len(config.attention_layers)} attention layers"
     )
 
 

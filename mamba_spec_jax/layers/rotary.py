@@ -5,8 +5,12 @@ import jax.numpy as jnp
 from mamba_spec_jax.array_types import Array, Float, Tokens
 
 
-def apply_rotary(x: Float[Array, "B T H Dh"], positions: Tokens, theta: float) -> Float[Array, "B T H Dh"]:
-    """Rotates the pair (i, i + Dh/2) of every head by `position * theta^(-2i/Dh)`."""
+def apply_rotary(
+    x: Float[Array, "B T H Dh"], positions: Tokens, theta: float, dim: int | None = None
+) -> Float[Array, "B T H Dh"]:
+    """Rotates the pair (i, i + d/2) of every head by `position * theta^(-2i/d)`; d is `dim`, or Dh where it is None."""
+    if dim is not None and dim < x.shape[-1]:
+        return jnp.concatenate([apply_rotary(x[..., :dim], positions, theta), x[..., dim:]], axis=-1)
     half = x.shape[-1] // 2
     frequencies = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[..., None].astype(jnp.float32) * frequencies

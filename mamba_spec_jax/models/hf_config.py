@@ -42,6 +42,13 @@ class HFConfig:
             raise self.refusal(key, "a positive finite number" if positive else "a finite number")
         return float(value)
 
+    def numbers(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """As many finite numbers as `default` has, which null stands for too."""
+        value = self._get(key, default) if self.has(key) else default
+        if not isinstance(value, list | tuple) or len(value) != len(default) or not all(map(_is_finite, value)):
+            raise self.refusal(key, f"{len(default)} finite numbers")
+        return tuple(map(float, value))
+
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):

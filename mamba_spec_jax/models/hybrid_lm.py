@@ -1,99 +1,26 @@
-"""A hybrid language model: the flax module with its weights, and the static model that runs it over a cache."""
+"""A hybrid language model, as the static side of it that runs the weights over a cache."""
 
 import dataclasses
 import math
-import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_spec_jax.array_types import Array, Hidden, Parents, Rows, Tokens
-from mamba_spec_jax.attention.base import AttentionBackend, ForwardBatch
+from mamba_spec_jax.array_types import Array, Parents, Rows, Tokens
+from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.attention.hybrid import HybridAttnBackend
 from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
 from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.cache.pools import HybridCache, advance_lengths
-from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
+from mamba_spec_jax.cache.records import Draft, ModelOutput
 from mamba_spec_jax.cache.tree import check_parents
-from mamba_spec_jax.layers.mlp import GatedMLP, SparseMoE
-from mamba_spec_jax.layers.norms import RMSNorm
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.mixers import Attention, Mamba2Mixer, Mixed
+from mamba_spec_jax.models.network import HybridLM, abstract_split
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, SpeculativeMode
 from pallas_kernels.dispatch import Implementation
-
-
-class HybridLayer(nnx.Module):
-    """A token mixer and a feed-forward part, each behind a norm and scaled into the residual stream."""
-
-    def __init__(self, config: HybridConfig, layer_id: int, policy: DTypePolicy, rngs: nnx.Rngs):
-        mixer = Attention if config.layer_types[layer_id] == "attention" else Mamba2Mixer
-        dtypes: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
-        D = config.hidden_size
-        self.input_norm = RMSNorm(D, eps=config.norm_eps, param_dtype=policy.params)
-        self.mixer = mixer(config, layer_id, policy, rngs)
-        self.mlp_norm = RMSNorm(D, eps=config.norm_eps, param_dtype=policy.params)
-        self.shared_mlp = GatedMLP(D, config.shared_intermediate_size, **dtypes)
-        self.moe = (
-            SparseMoE(D, config.expert_intermediate_size, config.num_experts, config.experts_per_token, **dtypes)
-            if config.num_experts
-            else None
-        )
-        self.residual_multiplier = config.residual_multiplier
-
-    def __call__(
-        self, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch
-    ) -> Mixed:
-        mixed, cache, record = self.mixer(self.input_norm(x), backend, cache, record, batch)
-        x = x + mixed * self.residual_multiplier
-        normed = self.mlp_norm(x)
-        expanded = self.shared_mlp(normed)
-        if self.moe is not None:
-            expanded = self.moe(normed) + expanded
-        return x + expanded * self.residual_multiplier, cache, record
-
-
-class HybridLM(nnx.Module):
-    """Embedding, layers, final norm and output projection; holds the weights and nothing else."""
-
-    def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
-        self.config = config
-        dtypes: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
-        self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, **dtypes)
-        self.layers = nnx.List([HybridLayer(config, i, policy, rngs) for i in range(len(config.layer_types))])
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, param_dtype=policy.params)
-        self.lm_head = (
-            None
-            if config.tie_embeddings
-            else nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, **dtypes)
-        )
-
-    def __call__(
-        self,
-        tokens: Tokens,
-        backend: AttentionBackend,
-        cache: HybridCache,
-        batch: ForwardBatch,
-        hidden_layers: tuple[int, ...] = (),
-    ) -> tuple[Hidden, HybridCache, VerifyRecord | None, tuple[Hidden, ...]]:
-        """The final hidden states, the cache, the record, and the outputs of `hidden_layers`."""
-        x = self.embed_tokens(tokens) * self.config.embedding_multiplier
-        record = backend.init_record(batch, x.dtype)
-        kept = {}
-        for layer_id, layer in enumerate(self.layers):
-            x, cache, record = layer(x, backend, cache, record, batch)
-            if layer_id in hidden_layers:
-                kept[layer_id] = x
-        return self.norm(x), cache, record, tuple(kept[i] for i in hidden_layers)
-
-    def logits(self, x: Array) -> Array:
-        """`[..., V]` float32 from final hidden states `[..., D]`."""
-        weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
-        product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
-        return product / self.config.logits_divisor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +87,7 @@ class HybridModel:
                     implementation=implementation,
                 ),
                 pool_spec=config.pool_spec(policy),
+                linear_attn_layers=config.mamba_layers,
             )
 
         backend = HybridAttnBackend.create(
@@ -290,13 +218,6 @@ class HybridModel:
             check_parents(caller, parents, tokens.shape)
         batch = ForwardBatch.create(mode, cache, slots, num_tokens, tokens.shape[1], kv_len, parents)
         return nnx.merge(self.graphdef, params), batch
-
-
-def abstract_split(config: HybridConfig, policy: DTypePolicy) -> tuple[Any, Any]:
-    """Graph definition and abstract weights of `HybridLM`, allocating nothing."""
-    # Only shapes matter, so one key serves all: a stream that counts its keys makes tracing quadratic in the layers.
-    rngs: Any = types.SimpleNamespace(params=lambda: jax.random.key(0))
-    return nnx.split(nnx.eval_shape(lambda: HybridLM(config, policy, rngs)))
 
 
 def _check_rows(caller: str, tokens: Array, slots: Array, num_tokens: Array) -> None:

@@ -55,6 +55,7 @@ def load(
     revision: str | None = None,
     local_files_only: bool = False,
     progress: bool = False,
+    time_step_limit: tuple[float, float] | None = None,
 ) -> LoadedModel:
     """Loads `config.json`, safetensors weights and `tokenizer.json`, from a folder or from the Hugging Face hub.
 
@@ -69,6 +70,8 @@ def load(
         revision: branch, tag or commit on the hub.
         local_files_only: use what an earlier call downloaded.
         progress: show a progress bar.
+        time_step_limit: clamp of Mamba-2's time steps in every pass; None is what transformers' full forward does,
+            which for some families is not what their `config.json` says.
 
     Raises:
         ValueError: the checkpoint cannot be found, is damaged, or is not what this library can run; says which part.
@@ -80,8 +83,11 @@ def load(
     if hf.has("quantization_config"):
         method = hf.nested("quantization_config").values.get("quant_method", "unknown")
         raise ValueError(f"{folder} is quantized ({method}), expected a checkpoint of plain floating-point weights")
+    config = _with_generation_config(family.read_config(hf), folder)
+    if time_step_limit is not None:
+        config = dataclasses.replace(config, time_step_limit=time_step_limit)
     model = HybridModel.create(
-        _with_generation_config(family.read_config(hf), folder),
+        config,
         policy,
         speculative_mode=speculative_mode,
         strategy=strategy,
@@ -118,28 +124,31 @@ def _read_params(
     model: HybridModel, family: Family, files: WeightFiles, folder: Path, device: Any, progress: bool
 ) -> Any:
     abstract = nnx.to_flat_state(model.abstract_params())
-    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in abstract}
+    leaves = {".".join(map(str, path)): leaf for path, leaf in abstract}
     stored = _stored_names(family, files, folder)
     weights = list(family.weights(model.config))
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
     _check(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
-    dtype = model.policy.params
-    size = sum(map(math.prod, shapes.values())) * dtype.itemsize
-    require_fits(f"{folder}", {"weights": size}, "a smaller dtype of params in the policy, or a smaller model")
+    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    require_fits(f"{folder}", {"weights": needed}, "a smaller dtype of params in the policy, or a smaller model")
 
     loaded = {}
     for weight in rich.progress.track(weights, "Loading weights", disable=not progress):
         if weight.copy_of is None:
-            value = _cast(weight.layout.to_parameter(files.read(stored[weight.name])), dtype, weight.name)
-            loaded[weight.path] = jax.device_put(value, device)
+            sources = [files.read(stored[name]) for name in weight.sources(stored)]
+            value = weight.to_parameter(sources, shapes[weight.path])
+            loaded[weight.path] = jax.device_put(_cast(value, leaves[weight.path].dtype, weight.name), device)
         elif weight.name in stored:
             _check_copy(weight, files.read(stored[weight.name]), files.read(stored[weight.copy_of]), folder)
     return nnx.from_flat_state([(path, leaf.replace(loaded[".".join(map(str, path))])) for path, leaf in abstract])
 
 
 def _stored_names(family: Family, files: WeightFiles, folder: Path) -> dict[str, str]:
-    """What the files call each weight, by its canonical name."""
+    """What the files call each weight that the model may use, by its canonical name."""
     stored: dict[str, str] = {}
     for name in files.shapes:
+        if name.startswith(family.unused):
+            continue
         canonical = family.canonical(name)
         if canonical in stored:
             raise ValueError(f"{folder} has one weight under two names: {stored[canonical]} and {name}")
@@ -154,8 +163,11 @@ def _check(
     folder: Path,
 ) -> None:
     """Raises ValueError naming every kind of difference between the weights a model needs and those found."""
-    expected = {weight.name: weight.layout.stored_shape(shapes[weight.path]) for weight in weights}
-    missing = [weight.name for weight in weights if weight.name not in found and weight.copy_of is None]
+    expected = {
+        name: weight.source_shape(shapes[weight.path], found) for weight in weights for name in weight.sources(found)
+    }
+    copies = {weight.name for weight in weights if weight.copy_of is not None}
+    missing = [name for name in expected if name not in found and name not in copies]
     surplus = [name for name in found if name not in expected]
     misshapen = [
         f"{name} is {list(found[name])}, expected {list(shape)}"

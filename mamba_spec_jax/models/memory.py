@@ -9,7 +9,7 @@ import jax
 
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.hybrid_lm import abstract_split
+from mamba_spec_jax.models.network import abstract_split
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy
 
 

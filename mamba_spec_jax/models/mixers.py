@@ -3,14 +3,16 @@
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from mamba_spec_jax.array_types import Hidden
+from mamba_spec_jax.array_types import Array, Hidden
 from mamba_spec_jax.attention.base import AttentionBackend, AttentionInputs, ForwardBatch
 from mamba_spec_jax.attention.mamba2 import Mamba2Inputs, Mamba2Weights
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import VerifyRecord
-from mamba_spec_jax.layers.norms import GatedRMSNorm
+from mamba_spec_jax.layers.norms import GatedRMSNorm, apply_gate
+from mamba_spec_jax.layers.projections import LowRank, scaled
 from mamba_spec_jax.layers.rotary import apply_rotary
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.modes import DTypePolicy
@@ -19,61 +21,79 @@ Mixed = tuple[Hidden, HybridCache, VerifyRecord | None]
 
 
 class Attention(nnx.Module):
-    """Full attention with grouped queries."""
+    """Full attention with grouped queries; reads D dims, or `input_size`."""
 
-    def __init__(self, config: HybridConfig, layer_id: int, policy: DTypePolicy, rngs: nnx.Rngs):
-        self.layer_id = layer_id
+    def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs, input_size: int | None = None):
         self.head_dim = config.head_dim
         self.rope_theta = config.rope_theta
+        self.rotary_dim = config.rotary_dim
+        self.in_multiplier = config.multipliers.attention_in
+        self.out_multiplier = config.multipliers.attention_out
         linear = functools.partial(
             nnx.Linear, use_bias=config.attention_bias, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
         )
+        size = input_size or config.hidden_size
         query_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = linear(config.hidden_size, query_size)
-        self.k_proj = linear(config.hidden_size, kv_size)
-        self.v_proj = linear(config.hidden_size, kv_size)
+        self.q_proj = linear(size, query_size)
+        self.k_proj = linear(size, kv_size)
+        self.v_proj = linear(size, kv_size)
         self.o_proj = linear(query_size, config.hidden_size)
 
     def __call__(
-        self, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch
-    ) -> Mixed:
+        self, layer_id: int, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None,
+        batch: ForwardBatch, adapters: tuple[LowRank | None, ...] = (None, None, None),
+    ) -> Mixed:  # fmt: skip
+        """`adapters` add to queries, keys and values: a layer's own part in weights that it shares."""
+        x = scaled(x, self.in_multiplier)
         query, key, value = (
-            projection(x).reshape(*x.shape[:2], -1, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            (projection(x) if adapter is None else projection(x) + adapter(x)).reshape(*x.shape[:2], -1, self.head_dim)
+            for projection, adapter in zip((self.q_proj, self.k_proj, self.v_proj), adapters, strict=True)
         )
         if self.rope_theta is not None:
-            query = apply_rotary(query, batch.positions, self.rope_theta)
-            key = apply_rotary(key, batch.positions, self.rope_theta)
-        mixed, cache, record = backend.forward(self.layer_id, AttentionInputs(query, key, value), cache, record, batch)
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1)), cache, record
+            query = apply_rotary(query, batch.positions, self.rope_theta, self.rotary_dim)
+            key = apply_rotary(key, batch.positions, self.rope_theta, self.rotary_dim)
+        mixed, cache, record = backend.forward(layer_id, AttentionInputs(query, key, value), cache, record, batch)
+        return scaled(self.o_proj(mixed.reshape(*x.shape[:2], -1)), self.out_multiplier), cache, record
 
 
 class Mamba2Mixer(nnx.Module):
     """Mamba-2: one projection in, convolution and recurrence in the backend, gated norm, one projection out."""
 
-    def __init__(self, config: HybridConfig, layer_id: int, policy: DTypePolicy, rngs: nnx.Rngs):
-        self.layer_id = layer_id
+    def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
         self.inner = config.mamba_inner
         self.conv_channels = config.conv_channels
-        linear = functools.partial(
-            nnx.Linear, use_bias=config.mamba_proj_bias, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
-        )
+        self.multipliers = config.multipliers
+        linear = functools.partial(nnx.Linear, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
         H, C = config.mamba_heads, config.conv_channels
-        self.in_proj = linear(config.hidden_size, self.inner + C + H)
-        self.out_proj = linear(self.inner, config.hidden_size)
+        BC = config.mamba_groups * config.mamba_state
+        self.parts = (self.inner, self.inner, BC, BC, H)  # z, x, B, C, dt
+        self.in_proj = linear(config.hidden_size, self.inner + C + H, use_bias=config.mamba_proj_bias)
+        self.out_proj = linear(self.inner, config.hidden_size, use_bias=config.mamba_out_bias)
         init = nnx.initializers.lecun_normal()
         self.conv_weight = nnx.Param(init(rngs.params(), (config.mamba_conv_width, C), policy.params))
         self.conv_bias = nnx.Param(jnp.zeros((C,), policy.params)) if config.mamba_conv_bias else None
         self.dt_bias = nnx.Param(jnp.ones((H,), policy.params))
         self.A_log = nnx.Param(jnp.log(jnp.arange(1, H + 1, dtype=jnp.float32)).astype(policy.params))
         self.D = nnx.Param(jnp.ones((H,), policy.params))
-        self.norm = GatedRMSNorm(self.inner, groups=config.mamba_groups, eps=config.norm_eps, param_dtype=policy.params)
+        self.norm = (
+            GatedRMSNorm(
+                self.inner,
+                groups=config.mamba_groups,
+                eps=config.norm_eps if config.mamba_norm_eps is None else config.mamba_norm_eps,
+                before_gate=config.mamba_norm == "before_gate",
+                param_dtype=policy.params,
+            )
+            if config.mamba_norm != "none"
+            else None
+        )
 
     def __call__(
-        self, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch
-    ) -> Mixed:
-        gate, xBC, dt = jnp.split(self.in_proj(x), [self.inner, self.inner + self.conv_channels], axis=-1)
+        self, layer_id: int, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None,
+        batch: ForwardBatch,
+    ) -> Mixed:  # fmt: skip
+        projected = self._scale_parts(self.in_proj(scaled(x, self.multipliers.ssm_in)))
+        gate, xBC, dt = jnp.split(projected, [self.inner, self.inner + self.conv_channels], axis=-1)
         weights = Mamba2Weights(
             conv_weight=self.conv_weight[...],
             conv_bias=None if self.conv_bias is None else self.conv_bias[...],
@@ -81,5 +101,28 @@ class Mamba2Mixer(nnx.Module):
             A_log=self.A_log[...],
             D=self.D[...],
         )
-        mixed, cache, record = backend.forward(self.layer_id, Mamba2Inputs(xBC, dt, weights), cache, record, batch)
-        return self.out_proj(self.norm(mixed.reshape(gate.shape), gate)), cache, record
+        mixed, cache, record = backend.forward(layer_id, Mamba2Inputs(xBC, dt, weights), cache, record, batch)
+        mixed = mixed.reshape(gate.shape)
+        gated = apply_gate(mixed, gate) if self.norm is None else self.norm(mixed, gate)
+        return scaled(self.out_proj(gated), self.multipliers.ssm_out), cache, record
+
+    def _scale_parts(self, projected: Array) -> Array:
+        if all(multiplier == 1 for multiplier in self.multipliers.ssm):
+            return projected
+        return projected * jnp.asarray(np.repeat(self.multipliers.ssm, self.parts), projected.dtype)
+
+
+class ParallelMixer(nnx.Module):
+    """Attention and Mamba-2 on the same input, summed (Falcon-H1; Zuo et al. 2025)."""
+
+    def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
+        self.attention = Attention(config, policy, rngs)
+        self.mamba = Mamba2Mixer(config, policy, rngs)
+
+    def __call__(
+        self, layer_id: int, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None,
+        batch: ForwardBatch,
+    ) -> Mixed:  # fmt: skip
+        recurred, cache, record = self.mamba(layer_id, x, backend, cache, record, batch)
+        attended, cache, record = self.attention(layer_id, x, backend, cache, record, batch)
+        return recurred + attended, cache, record

@@ -1,8 +1,8 @@
-"""Writes what transformers computes for tiny random granitemoehybrid models, as folders it can load itself.
+"""Writes what transformers computes for tiny random models: granitemoehybrid as folders it can load itself, and others.
 
-    python make_goldens.py [cases] [published] [bundled] [--out FOLDER] [--checkpoint FOLDER]
+    python make_goldens.py [cases] [families] [published] [bundled] [--out FOLDER] [--checkpoint FOLDER]
 
-Run with the `oracles` dependency group; all three parts by default. Weights come from NumPy's generators and torch runs
+Run with the `oracles` dependency group; all parts by default. Weights come from NumPy's generators and torch runs
 on one thread, so the same machine writes the same bytes: `--out` elsewhere and `diff -r` to see it.
 """
 
@@ -13,14 +13,25 @@ import pathlib
 from typing import Any
 
 import cases
+import family_cases
+import family_goldens
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from transformers import DynamicCache, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    PreTrainedConfig,
+    logging,
+)
 
 HERE = pathlib.Path(__file__).resolve().parent
 CHECKPOINT = HERE.parents[1] / "mamba_spec_jax" / "assets" / "tiny"
+PARTS = ("cases", "families", "published", "bundled")
 STEP_TOLERANCE = 1e-5
 # Closer logits than this could route a token to another expert when the sums are merely ordered differently.
 ROUTER_GAP = 1e-4
@@ -201,11 +212,17 @@ def write_published(out: pathlib.Path) -> list[dict[str, Any]]:
     models = json.loads((HERE / "published.json").read_text())
     for model in models:
         with torch.device("meta"):
-            built = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**model["config"]))
-        model["num_parameters"] = built.num_parameters()
+            built = AutoModelForCausalLM.from_config(config_of(model["config"]))
+        # Experts are chosen with the help of buffers, which are stored and trained like parameters.
+        stored = [buffer.numel() for name, buffer in built.named_buffers() if name in built.state_dict()]
+        model["num_parameters"] = built.num_parameters() + sum(stored)
         model["tied"] = built.config.tie_word_embeddings
     (out / "published.json").write_text(json.dumps(models, indent=1) + "\n")
     return [{key: model[key] for key in ("name", "num_parameters", "tied")} for model in models]
+
+
+def config_of(values: dict[str, Any]) -> PreTrainedConfig:
+    return AutoConfig.for_model(**{"model_type": "granitemoehybrid"} | values)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -218,13 +235,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["cases", "published", "bundled"], help="what to write")
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help="what to write")
     parser.add_argument("--out", type=pathlib.Path, default=HERE, help="where to write")
     parser.add_argument("--checkpoint", type=pathlib.Path, default=CHECKPOINT, help="folder of the bundled model")
     arguments = parser.parse_args()
-    unknown = set(arguments.parts) - {"cases", "published", "bundled"}
+    unknown = set(arguments.parts) - set(PARTS)
     if unknown:
-        parser.error(f"unknown parts {sorted(unknown)}, expected cases, published or bundled")
+        parser.error(f"unknown parts {sorted(unknown)}, expected some of {PARTS}")
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -233,6 +250,12 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if "cases" in arguments.parts:
         print_table([write_case(case, arguments.out / case.name) for case in cases.CASES])
+    if "families" in arguments.parts:
+        rows = [
+            family_goldens.write_family_case(case, arguments.out / case.family / case.name)
+            for case in family_cases.FAMILY_CASES
+        ]
+        print_table(rows)
     if "published" in arguments.parts:
         print_table(write_published(arguments.out))
     if "bundled" in arguments.parts:

@@ -14,7 +14,7 @@ from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode, SpeculativeMode
 
-from .tiny import DENSE, MOE
+from .tiny import DENSE, MADE_UP, MOE
 
 SLOTS, MAX_LEN, B, T = 4096, 2048, 2, 3
 ROWS = jax.ShapeDtypeStruct((B,), jnp.int32)
@@ -110,6 +110,7 @@ STEPS = {
     "replayed tracked tree, attention last": (tree, MOE, {"strategy": CommitStrategy.REPLAY}),
     "chunked verify": (verify_and_commit, DENSE, {"speculative_mode": SpeculativeMode.PREFILL}),
     "prefill": (prefill, DENSE, {}),
+    **{f"verify of {name} layers": (verify_and_commit, config, {}) for name, config in MADE_UP.items()},
 }
 
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.layers.routing import SigmoidRouting
+from mamba_spec_jax.models.config import BranchMultipliers, HybridConfig, SharedBlocks
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 
 _SHAPE = {
@@ -41,6 +42,42 @@ MOE = HybridConfig(
     logits_divisor=2.0,
 )
 CONFIGS = {"dense": DENSE, "moe": MOE}
+# The other ways in which layers are made up: recurrence alone, both mixers in a layer, one part a layer, shared blocks.
+_ALONE = {"mamba_groups": 1, "separate_feed_forward": True}
+PURE = HybridConfig(
+    **{name: value for name, value in _SHAPE.items() if name.startswith(("mamba", "model", "vocab", "hidden"))},
+    **_ALONE,
+    layer_types=("mamba", "mamba"),
+    residual_in_fp32=True,
+)
+PARALLEL = HybridConfig(
+    **_SHAPE,
+    layer_types=("parallel", "parallel"),
+    mamba_groups=1,
+    mamba_norm="none",
+    multipliers=BranchMultipliers(0.9, 1.3, 1.2, 0.7, (0.8, 1.3, 0.6, 1.1, 0.5), 0.7, 1.4),
+)
+APART = HybridConfig(
+    **_SHAPE,
+    **_ALONE,
+    layer_types=("mamba", "moe", "attention", "mlp", "mamba"),
+    mlp_intermediate_size=14,
+    mlp_activation="relu2",
+    mlp_gated=False,
+    num_experts=4,
+    experts_per_token=2,
+    expert_intermediate_size=10,
+    expert_latent_size=5,
+    sigmoid_routing=SigmoidRouting(groups=2, scale=2.0),
+)
+SHARED = HybridConfig(
+    **(_SHAPE | {"num_key_value_heads": 4}),
+    **_ALONE,
+    layer_types=("shared", "mamba", "shared", "shared"),
+    mlp_activation="gelu",
+    shared_blocks=SharedBlocks(count=2, adapter_rank=3, adapts_attention=True),
+)
+MADE_UP = {"pure": PURE, "parallel": PARALLEL, "apart": APART, "shared": SHARED}
 
 
 @functools.cache

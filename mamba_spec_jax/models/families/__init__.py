@@ -4,12 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import granitemoehybrid
+from mamba_spec_jax.models.families import bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2
 from mamba_spec_jax.models.families.base import Family
 from mamba_spec_jax.models.hf_config import HFConfig
 
 FAMILIES = {
+    "bamba": bamba.FAMILY,
+    "falcon_h1": falcon_h1.FAMILY,
     "granitemoehybrid": granitemoehybrid.FAMILY,
+    "mamba2": mamba2.FAMILY,
+    "nemotron_h": nemotron_h.FAMILY,
+    "zamba2": zamba2.FAMILY,
 }
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Container, Iterable
 
 import numpy as np
 
@@ -43,12 +44,31 @@ class Weight:
         path: the parameter it becomes, dotted.
         layout: how it is stored.
         copy_of: name of the weight that it merely repeats; such a weight may be absent, and must be equal if present.
+        parts: names of equal parts that it may be stored as instead: rows of a matrix, experts of a stack.
     """
 
     name: str
     path: str
     layout: Layout = Layout.SAME
     copy_of: str | None = None
+    parts: tuple[str, ...] = ()
+
+    def sources(self, found: Container[str]) -> tuple[str, ...]:
+        """Names of what is to be read."""
+        return self.parts if self.parts and self.name not in found else (self.name,)
+
+    def source_shape(self, shape: tuple[int, ...], found: Container[str]) -> tuple[int, ...]:
+        """The shape that each source of a parameter of `shape` has."""
+        stored, sources = self.layout.stored_shape(shape), self.sources(found)
+        if sources == (self.name,):
+            return stored
+        rest = stored[-1:] if len(stored) > 1 else ()
+        return (math.prod(stored) // math.prod(rest) // len(sources), *rest)
+
+    def to_parameter(self, sources: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """The parameter of `shape`; a view where it is stored whole."""
+        whole = sources[0] if len(sources) == 1 else np.concatenate(sources)
+        return self.layout.to_parameter(whole.reshape(self.layout.stored_shape(shape)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +79,13 @@ class Family:
         read_config: the model that a `config.json` describes; ValueError naming the key it cannot honour.
         weights: every weight that a checkpoint of that model has.
         renames: pairs (part of an older name, what it is called in `weights`).
+        unused: how the names of weights begin that a checkpoint may have and the model has no use for.
     """
 
     read_config: Callable[[HFConfig], HybridConfig]
     weights: Callable[[HybridConfig], Iterable[Weight]]
     renames: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
 
     def canonical(self, name: str) -> str:
         """The name that `weights` uses for a stored weight."""

@@ -4,15 +4,9 @@ import math
 from collections.abc import Iterator
 
 from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.families import pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
-
-_LAYER_TYPES = {
-    "mamba": "mamba",
-    "attention": "attention",
-    "linear_attention": "mamba",
-    "full_attention": "attention",
-}
 
 
 def read_config(hf: HFConfig) -> HybridConfig:
@@ -21,6 +15,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
     hidden_size = hf.integer("hidden_size", 4096, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 32, minimum=1)
     mamba_heads = hf.integer("mamba_n_heads", 128, minimum=1)
+    inner = hf.integer("mamba_expand", 2, minimum=1) * hidden_size
     return HybridConfig(
         model_type="granitemoehybrid",
         vocab_size=hf.integer("vocab_size", 32000, minimum=1),
@@ -35,12 +30,13 @@ def read_config(hf: HFConfig) -> HybridConfig:
         attention_bias=hf.flag("attention_bias", False),
         rope_theta=_rope_theta(hf),
         mamba_heads=mamba_heads,
-        mamba_head_dim=_mamba_head_dim(hf, hidden_size, mamba_heads),
+        mamba_head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size"),
         mamba_state=hf.integer("mamba_d_state", 256, minimum=1),
         mamba_groups=hf.integer("mamba_n_groups", 1, minimum=1),
         mamba_conv_width=hf.integer("mamba_d_conv", 4, minimum=2),
         mamba_conv_bias=hf.flag("mamba_conv_bias", True),
         mamba_proj_bias=hf.flag("mamba_proj_bias", False),
+        mamba_out_bias=hf.flag("mamba_proj_bias", False),
         mamba_chunk_size=hf.integer("mamba_chunk_size", 256, minimum=1),
         time_step_limit=hf.limits("time_step_limit", (0.0, math.inf)),
         shared_intermediate_size=hf.integer("shared_intermediate_size", 1024, minimum=1),
@@ -63,68 +59,34 @@ def weights(config: HybridConfig) -> Iterator[Weight]:
         stored, ours = f"model.layers.{i}", f"layers.{i}"
         yield Weight(f"{stored}.input_layernorm.weight", f"{ours}.input_norm.weight")
         if kind == "attention":
-            for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                yield from _linear(f"{stored}.self_attn", f"{ours}.mixer", projection, config.attention_bias)
+            yield from pieces.attention(f"{stored}.self_attn", f"{ours}.mixer", config)
         else:
-            yield from _mamba(f"{stored}.mamba", f"{ours}.mixer", config)
+            yield from pieces.mamba(f"{stored}.mamba", f"{ours}.mixer", config)
         yield Weight(f"{stored}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight")
         for projection in ("input_linear", "output_linear"):
-            yield from _linear(f"{stored}.shared_mlp", f"{ours}.shared_mlp", projection)
+            yield from pieces.linear(f"{stored}.shared_mlp.{projection}", f"{ours}.shared_mlp.{projection}")
         if config.num_experts:
-            yield from _linear(f"{stored}.block_sparse_moe", f"{ours}.moe", "router")
+            yield from pieces.linear(f"{stored}.block_sparse_moe.router", f"{ours}.moe.router")
             for projection in ("gate_up_proj", "down_proj"):
                 name = f"{stored}.block_sparse_moe.experts.{projection}"
                 yield Weight(name, f"{ours}.moe.{projection}", Layout.SWAPPED)
     yield Weight("model.norm.weight", "norm.weight")
-    if config.tie_embeddings:
-        yield Weight("lm_head.weight", "embed_tokens.embedding", copy_of="model.embed_tokens.weight")
-    else:
-        yield Weight("lm_head.weight", "lm_head.kernel", Layout.SWAPPED)
-
-
-def _mamba(stored: str, ours: str, config: HybridConfig) -> Iterator[Weight]:
-    for projection in ("in_proj", "out_proj"):
-        yield from _linear(stored, ours, projection, config.mamba_proj_bias)
-    yield Weight(f"{stored}.conv1d.weight", f"{ours}.conv_weight", Layout.DEPTHWISE)
-    if config.mamba_conv_bias:
-        yield Weight(f"{stored}.conv1d.bias", f"{ours}.conv_bias")
-    for name in ("dt_bias", "A_log", "D", "norm.weight"):
-        yield Weight(f"{stored}.{name}", f"{ours}.{name}")
-
-
-def _linear(stored: str, ours: str, name: str, bias: bool = False) -> Iterator[Weight]:
-    yield Weight(f"{stored}.{name}.weight", f"{ours}.{name}.kernel", Layout.SWAPPED)
-    if bias:
-        yield Weight(f"{stored}.{name}.bias", f"{ours}.{name}.bias")
+    yield from pieces.output_head("model.embed_tokens.weight", config)
 
 
 def _layer_types(hf: HFConfig) -> tuple[str, ...]:
     key = "layer_types" if hf.has("layer_types") else "layers_block_type"
     if not hf.has(key):
         return ("mamba",) * hf.integer("num_hidden_layers", 32, minimum=1)
-    kinds = hf.choices(key, _LAYER_TYPES)
+    kinds = hf.choices(key, pieces.LAYER_TYPES)
     if hf.integer("num_hidden_layers", 32, minimum=1) != len(kinds):
         raise hf.refusal("num_hidden_layers", f"{len(kinds)}, the number of {key}")
-    return tuple(_LAYER_TYPES[kind] for kind in kinds)
-
-
-def _mamba_head_dim(hf: HFConfig, hidden_size: int, heads: int) -> int:
-    inner = hf.integer("mamba_expand", 2, minimum=1) * hidden_size
-    if inner % heads:
-        raise hf.refusal("mamba_n_heads", f"a divisor of mamba_expand * hidden_size = {inner}")
-    expected = inner // heads
-    if hf.values.get("mamba_d_head", "auto") not in ("auto", expected):
-        raise hf.refusal("mamba_d_head", f"{expected}: mamba_expand * hidden_size / mamba_n_heads")
-    return expected
+    return tuple(pieces.LAYER_TYPES[kind] for kind in kinds)
 
 
 def _rope_theta(hf: HFConfig) -> float | None:
-    if hf.choice("position_embedding_type", None, [None, "nope", "rope"]) != "rope":
-        return None
-    # `rope_scaling` and a `rope_theta` beside it are what files had before `rope_parameters`.
-    rope = hf.nested("rope_scaling" if hf.has("rope_scaling") else "rope_parameters")
-    rope.choice("rope_type" if rope.has("rope_type") else "type", "default", ["default"])
-    return rope.number("rope_theta", hf.number("rope_theta", 10_000.0, positive=True), positive=True)
+    rotates = hf.choice("position_embedding_type", None, [None, "nope", "rope"]) == "rope"
+    return pieces.rope_theta(hf) if rotates else None
 
 
 FAMILY = Family(

@@ -122,6 +122,32 @@ def test_layers_are_routed_by_kind_and_inputs_checked():
     assert np.any(np.asarray(after.kv.keys[0][0]))
 
 
+def test_a_layer_may_be_both_or_neither():
+    """In a layer of both kinds the inputs decide; a layer of neither mixes no tokens."""
+    spec = dataclasses.replace(MIXED.pool_spec, recurrent_layers=2)
+    both = HybridLinearAttnBackend(3, (1,), MIXED.full, MIXED.linear, spec, linear_attn_layers=(0, 1))
+    cache = HybridCache.create(spec, 2, 8)
+    batch = ForwardBatch.create(ForwardMode.EXTEND, cache, ROWS, ROWS + 2, width=2)
+    attention, recurrence = mixed_inputs()
+    y, after, _ = both.forward(1, recurrence, cache, None, batch)
+    assert y.shape == (1, 2, 3, 5)
+    jax.tree.map(assert_same_bits, after.kv, cache.kv)
+    assert not np.any(np.asarray(after.mamba.ssm[0]))
+    assert np.any(np.asarray(after.mamba.ssm[1, 0]))
+    y, after, _ = both.forward(1, attention, cache, None, batch)
+    assert y.shape == (1, 2, 2, 2)
+    assert np.any(np.asarray(after.kv.keys[0][0]))
+    for layer_id, given, message in (
+        (0, attention, "layer 0 is a recurrent layer: got AttentionInputs, expected Mamba2Inputs"),
+        (1, None, "a full-attention and recurrent layer: got NoneType, expected AttentionInputs or Mamba2Inputs"),
+        (2, recurrence, "layer 2 is a feed-forward layer: got Mamba2Inputs, expected not to mix tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            both.forward(layer_id, given, cache, None, batch)
+    assert dataclasses.replace(MIXED, linear_attn_layers=(0,)) == MIXED, "every other layer, if they are not named"
+    assert hash(MIXED) == hash(dataclasses.replace(MIXED, linear_attn_layers=None))
+
+
 def test_idle_gives_zeros_and_touches_nothing():
     cache = HybridCache.create(MIXED.pool_spec, 2, 8)
     batch = ForwardBatch.create(ForwardMode.IDLE, cache, ROWS, ROWS + 2, width=2)

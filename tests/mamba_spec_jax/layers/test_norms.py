@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_spec_jax.layers.norms import GatedRMSNorm, RMSNorm
+from mamba_spec_jax.layers.norms import GatedRMSNorm, RMSNorm, apply_gate
 
 EPS = 1e-3
 
@@ -32,6 +32,15 @@ def test_gated_rms_norm(groups):
     gated = x * gate / (1 + np.exp(-gate))
     expected = rms_norm(gated.reshape(2, 3, groups, -1)).reshape(2, 3, 6) * weight
     np.testing.assert_allclose(norm(jnp.asarray(x), jnp.asarray(gate)), expected, rtol=1e-5)
+
+
+def test_gated_rms_norm_before_the_gate():
+    norm = GatedRMSNorm(6, groups=3, eps=EPS, before_gate=True, param_dtype=jnp.float32)
+    weight, x, gate = draw((6,), 0), draw((2, 3, 6), 1), draw((2, 3, 6), 2)
+    norm.weight[...] = jnp.asarray(weight)
+    expected = rms_norm(x.reshape(2, 3, 3, -1)).reshape(2, 3, 6) * weight * gate / (1 + np.exp(-gate))
+    np.testing.assert_allclose(norm(jnp.asarray(x), jnp.asarray(gate)), expected, rtol=1e-5)
+    np.testing.assert_allclose(apply_gate(jnp.asarray(x), jnp.asarray(gate)), x * gate / (1 + np.exp(-gate)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -28,6 +28,14 @@ def test_pairs_turn_as_complex_numbers():
     np.testing.assert_allclose(rotate(x, positions), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_dims_beyond_the_rotated_ones_stay():
+    x, positions = draw(3, 4), jnp.asarray([[0, 1, 7, 300]], jnp.int32)
+    turned = apply_rotary(jnp.asarray(x), positions, THETA, 4)
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+    np.testing.assert_array_equal(turned[..., :4], apply_rotary(jnp.asarray(x[..., :4]), positions, THETA))
+    np.testing.assert_array_equal(apply_rotary(jnp.asarray(x), positions, THETA, DIM), rotate(x, [0, 1, 7, 300]))
+
+
 def test_scores_depend_on_distance_alone():
     query, key = draw(1, 1), draw(2, 1)
     near, far = (np.sum(rotate(query, [at + 3]) * rotate(key, [at]), axis=-1) for at in (0, 50))

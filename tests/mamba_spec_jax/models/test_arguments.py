@@ -12,7 +12,7 @@ from mamba_spec_jax.layers.norms import GatedRMSNorm
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.modes import DTypePolicy, ForwardMode
 
-from ..tiny import DENSE, MOE
+from ..tiny import APART, DENSE, MOE, PARALLEL, PURE, SHARED
 
 CONFIG_ERRORS = [
     (
@@ -40,6 +40,15 @@ CONFIG_ERRORS = [
     (DENSE, {"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
     (DENSE, {"mamba_groups": 2}, "mamba_heads=3 is not a multiple of mamba_groups=2"),
     (MOE, {"head_dim": 5}, "head_dim is 5, expected an even one for rotary embedding"),
+    (MOE, {"rotary_dim": 3}, "rotary_dim is 3, expected an even number up to head_dim=6"),
+    (MOE, {"rotary_dim": 8}, "rotary_dim is 8, expected an even number up to head_dim=6"),
+    (APART, {"mlp_intermediate_size": 0}, "mlp_intermediate_size is 0, expected at least 1"),
+    (APART, {"num_experts": 0}, "num_experts is 0, expected at least 1"),
+    (APART, {"mlp_activation": "tanh"}, r"mlp_activation is 'tanh', expected one of \('silu', 'gelu', 'relu2'\)"),
+    (SHARED, {"shared_intermediate_size": 0}, "shared_intermediate_size is 0, expected at least 1"),
+    (SHARED, {"shared_blocks": None}, "shared_blocks is None, expected them if and only if a layer is shared"),
+    (PARALLEL, {"mamba_norm": "after"}, r"mamba_norm is 'after', expected one of \('gated', 'before_gate', 'none'\)"),
+    (PURE, {"time_step_limit": (0.2, 0.1)}, r"time_step_limit is \(0\.2, 0\.1\), expected two numbers in ascending"),
 ]
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,53 +10,17 @@ import numpy as np
 import pytest
 
 from mamba_spec_jax.assets import TINY
-from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.models.families import config_from_hf
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.models.loading import load
 from mamba_spec_jax.modes import SpeculativeMode
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+from .goldens import GOLDEN, QUICKLY, Golden, assert_close
+
 DECODED = ("bundled", "dense", "moe", "rope", "groups", "no_conv_bias", "multipliers", "dt_limits")
 # The others differ from those in how they are stored, in projections that every pass shares, in which layers there are,
 # or, `trained_dt`, are verified in a window, which is the decode step's arithmetic.
 CASES = (*DECODED, "trained_dt", "mamba_only", "published", "published_rope_moe", "sharded", "biases")
-# Logits are of order one to ten and come out within 1e-5 of transformers'.
-TOLERANCE = 3e-5
-# The arithmetic is checked here, not the optimiser, whose passes take most of the time of compiling so small a model.
-QUICKLY = {"xla_backend_optimization_level": 0}
-
-
-class Golden:
-    """A checkpoint, what transformers computes with it, and our passes over it, each compiled once."""
-
-    def __init__(self, folder: Path, golden: Path):
-        self.folder = folder
-        with np.load(golden) as arrays:
-            self.arrays = dict(arrays)
-        loaded = load(folder)
-        self.model, self.params = loaded.model, loaded.params
-        self.tokens: np.ndarray = self.arrays["tokens"]
-        self.logits: np.ndarray = self.arrays["logits"]
-        # One row for every prefix of every text: a single pass then shows the logits of every position.
-        B, T = self.tokens.shape
-        self.text = np.repeat(np.arange(B), T)
-        self.prefix = np.tile(np.arange(1, T + 1), B)
-        self.expected = self.logits[self.text, self.prefix - 1]
-        self._prefill = jax.jit(self.model.prefill, compiler_options=QUICKLY)
-        self.decode = jax.jit(self.model.decode, compiler_options=QUICKLY)
-
-    def prefill(self, cache: HybridCache, start: np.ndarray, end: np.ndarray):
-        """Tokens `start[r]..end[r]` of each row's text, row r in slot r."""
-        rows, T = len(start), self.tokens.shape[1]
-        chunk = self.tokens[self.text[:, None], np.minimum(start[:, None] + np.arange(T), T - 1)]
-        slots = jnp.arange(rows, dtype=jnp.int32)
-        num_tokens = jnp.asarray(end - start, jnp.int32)
-        return self._prefill(self.params, jnp.asarray(chunk), cache, slots=slots, num_tokens=num_tokens)
-
-    def empty_cache(self) -> HybridCache:
-        return self.model.init_cache(len(self.prefix), self.tokens.shape[1])
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -65,10 +28,6 @@ def golden(request) -> Golden:
     if request.param == "bundled":
         return Golden(TINY, GOLDEN / "bundled_tiny.npz")
     return Golden(GOLDEN / request.param, GOLDEN / request.param / "golden.npz")
-
-
-def assert_close(ours: jax.Array, theirs: np.ndarray) -> None:
-    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=TOLERANCE)
 
 
 def test_every_golden_is_here():

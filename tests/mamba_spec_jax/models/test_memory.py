@@ -13,6 +13,8 @@ from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.memory import plan_memory
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy
 
+from ..tiny import MADE_UP
+
 CONFIG = HybridConfig(
     model_type="granitemoehybrid",
     vocab_size=61,
@@ -35,18 +37,25 @@ def tree_bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("strategy", list(CommitStrategy))
-@pytest.mark.parametrize("policy", [DTypePolicy.float32(), DTypePolicy.bfloat16()], ids=["float32", "bfloat16"])
-def test_plan_is_what_the_model_allocates(strategy, policy):
+PLANNED = [
+    (CONFIG, strategy, policy)
+    for strategy in CommitStrategy
+    for policy in (DTypePolicy.float32(), DTypePolicy.bfloat16())
+]
+PLANNED += [(config, CommitStrategy.SNAPSHOT, DTypePolicy.bfloat16()) for config in MADE_UP.values()]
+
+
+@pytest.mark.parametrize(("config", "strategy", "policy"), PLANNED)
+def test_plan_is_what_the_model_allocates(config, strategy, policy):
     B, M, T = 3, 320, 5
-    model = HybridModel.create(CONFIG, policy, strategy=strategy)
+    model = HybridModel.create(config, policy, strategy=strategy)
     cache = jax.eval_shape(lambda: model.init_cache(B, M))
     rows = jnp.zeros((B,), jnp.int32)
     draft = Draft(jnp.zeros((B, T), jnp.int32), rows, rows)
     params = model.abstract_params()
     output = jax.eval_shape(lambda params, cache: model.verify(params, draft, cache), params, cache)
 
-    plan = plan_memory(CONFIG, B, M, T, strategy, policy)
+    plan = plan_memory(config, B, M, T, strategy, policy)
     assert plan.parts == {
         "weights": tree_bytes(params),
         "SSM pool": tree_bytes(cache.mamba.ssm),

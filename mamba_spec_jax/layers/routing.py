@@ -1,0 +1,74 @@
+"""Routers of mixture-of-experts layers: which experts a token goes to, and with which weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mamba_spec_jax.array_types import Array, Float, Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidRouting:
+    """Scores by sigmoid, choice by corrected scores within the best groups (DeepSeek-V3, 2024, section 2.1).
+
+    Attributes:
+        groups: into which the experts fall, in order.
+        top_groups: how many of them a token may choose from, those with the greatest sums of their two best.
+        normalized: whether the weights of the chosen experts are made to sum to one.
+        scale: of the weights.
+    """
+
+    groups: int = 1
+    top_groups: int = 1
+    normalized: bool = True
+    scale: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.top_groups <= self.groups:
+            raise ValueError(f"SigmoidRouting has top_groups={self.top_groups}, expected 1..{self.groups} (groups)")
+
+
+class SoftmaxRouter(nnx.Linear):
+    """The experts with the greatest logits, weighted by the softmax over those."""
+
+    def __init__(self, size: int, experts: int, *, dtype, param_dtype, rngs: nnx.Rngs):
+        super().__init__(size, experts, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def route(self, tokens: Float[Array, "n D"], top_k: int) -> tuple[Float[Array, "n k"], Int32[Array, "n k"]]:
+        """Weights in float32 and experts, of each token."""
+        logits, experts = jax.lax.top_k(self(tokens).astype(jnp.float32), top_k)
+        return jax.nn.softmax(logits, axis=-1), experts
+
+
+class SigmoidRouter(nnx.Module):
+    """`SigmoidRouting` of float32 logits; its weights stay float32 whatever the model's are."""
+
+    def __init__(self, size: int, experts: int, routing: SigmoidRouting, *, rngs: nnx.Rngs):
+        if experts % routing.groups or experts // routing.groups < 2:
+            raise ValueError(f"{experts} experts do not make {routing.groups} groups of equally many, at least two")
+        init = nnx.initializers.lecun_normal()
+        self.kernel = nnx.Param(init(rngs.params(), (size, experts), jnp.float32))
+        self.correction = nnx.Param(jnp.zeros((experts,), jnp.float32))
+        self.routing = routing
+
+    def route(self, tokens: Float[Array, "n D"], top_k: int) -> tuple[Float[Array, "n k"], Int32[Array, "n k"]]:
+        """Weights in float32 and experts, of each token."""
+        kernel = self.kernel[...]
+        scores = jax.nn.sigmoid(jnp.matmul(tokens.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST))
+        choice = scores + self.correction[...]
+        if self.routing.top_groups < self.routing.groups:
+            choice = jnp.where(self._in_best_groups(choice), choice, -jnp.inf)
+        _, experts = jax.lax.top_k(choice, top_k)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if self.routing.normalized:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return weights * self.routing.scale, experts
+
+    def _in_best_groups(self, choice: Float[Array, "n E"]) -> Array:
+        groups = self.routing.groups
+        best_two, _ = jax.lax.top_k(choice.reshape(len(choice), groups, -1), 2)
+        _, chosen = jax.lax.top_k(jnp.sum(best_two, axis=-1), self.routing.top_groups)
+        in_group = jnp.any(chosen[:, :, None] == jnp.arange(groups), axis=1)
+        return jnp.repeat(in_group, choice.shape[-1] // groups, axis=-1)

@@ -1,0 +1,55 @@
+"""mamba2, such as Mamba-Codestral: Mamba-2 layers and nothing else."""
+
+import math
+from collections.abc import Iterator
+
+from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families.base import Family, Weight
+from mamba_spec_jax.models.hf_config import HFConfig
+
+
+def read_config(hf: HFConfig) -> HybridConfig:
+    """The model of a `config.json`; absent keys have transformers' defaults."""
+    hf.choice("hidden_act", "silu", ["silu"])
+    hidden_size = hf.integer("hidden_size", 4096, minimum=1)
+    heads, head_dim = hf.integer("num_heads", 128, minimum=1), hf.integer("head_dim", 64, minimum=1)
+    inner = hf.integer("expand", 2, minimum=1) * hidden_size
+    if heads * head_dim != inner:
+        raise hf.refusal("num_heads", f"expand * hidden_size / head_dim = {inner} / {head_dim}")
+    bias = hf.flag("use_bias", False)
+    return HybridConfig(
+        model_type="mamba2",
+        vocab_size=hf.integer("vocab_size", 32768, minimum=1),
+        hidden_size=hidden_size,
+        layer_types=("mamba",) * hf.integer("num_hidden_layers", 64, minimum=1),
+        separate_feed_forward=True,
+        mamba_heads=heads,
+        mamba_head_dim=head_dim,
+        mamba_state=hf.integer("state_size", 128, minimum=1),
+        mamba_groups=hf.integer("n_groups", 8, minimum=1),
+        mamba_conv_width=hf.integer("conv_kernel", 4, minimum=2),
+        mamba_conv_bias=hf.flag("use_conv_bias", True),
+        mamba_proj_bias=bias,
+        mamba_out_bias=bias,
+        mamba_chunk_size=hf.integer("chunk_size", 256, minimum=1),
+        time_step_limit=hf.limits("time_step_limit", (0.0, math.inf)),
+        norm_eps=hf.number("layer_norm_epsilon", 1e-5, positive=True),
+        residual_in_fp32=hf.flag("residual_in_fp32", True),
+        tie_embeddings=hf.flag("tie_word_embeddings", False),
+        eos_token_ids=hf.token_ids("eos_token_id", 2),
+    )
+
+
+def weights(config: HybridConfig) -> Iterator[Weight]:
+    """Every weight of a mamba2 checkpoint."""
+    yield Weight("backbone.embeddings.weight", "embed_tokens.embedding")
+    for i in range(len(config.layer_types)):
+        stored, ours = f"backbone.layers.{i}", f"layers.{i}"
+        yield Weight(f"{stored}.norm.weight", f"{ours}.input_norm.weight")
+        yield from pieces.mamba(f"{stored}.mixer", f"{ours}.mixer", config)
+    yield Weight("backbone.norm_f.weight", "norm.weight")
+    yield from pieces.output_head("backbone.embeddings.weight", config)
+
+
+FAMILY = Family(read_config=read_config, weights=weights, renames=(("backbone.embedding.", "backbone.embeddings."),))

@@ -1,0 +1,134 @@
+"""nemotron_h, the Nemotron-H and Nemotron 3 models: every layer is one of Mamba-2, attention, MLP or experts."""
+
+import math
+from collections.abc import Iterator
+
+from mamba_spec_jax.layers.mlp import ACTIVATIONS
+from mamba_spec_jax.layers.routing import SigmoidRouting
+from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families.base import Family, Layout, Weight
+from mamba_spec_jax.models.hf_config import HFConfig
+
+_LAYER_TYPES = pieces.LAYER_TYPES | {"mlp": "mlp", "moe": "moe"}
+_PATTERN = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+_DEFAULT_LAYERS = ("mamba", "moe", "attention", "mlp")
+
+
+def read_config(hf: HFConfig) -> HybridConfig:
+    """The model of a `config.json`; absent keys have transformers' defaults.
+
+    The time step is clamped as in transformers' full forward, to `time_step_min` and more, whatever `time_step_limit`
+    says; its one-token step does not clamp at all.
+    """
+    hf.choice("mamba_hidden_act", "silu", ["silu"])
+    # What transformers does not compute, whatever these say.
+    for key, only in (("attention_bias", False), ("mamba_proj_bias", False), ("tie_word_embeddings", False)):
+        hf.choice(key, only, [only])
+    hf.choice("sliding_window", None, [None])
+    hf.choice("n_shared_experts", 1, [1])
+    attention_heads = hf.integer("num_attention_heads", 32, minimum=1)
+    head_dim = hf.integer("head_dim", 128, minimum=1)
+    layer_types = _layer_types(hf)
+    experts = hf.integer("n_routed_experts", 8, minimum=1) if "moe" in layer_types else 0
+    bias = hf.flag("use_bias", False)
+    return HybridConfig(
+        model_type="nemotron_h",
+        vocab_size=hf.integer("vocab_size", 131072, minimum=1),
+        hidden_size=hf.integer("hidden_size", 4096, minimum=1),
+        layer_types=layer_types,
+        separate_feed_forward=True,
+        num_attention_heads=attention_heads,
+        num_key_value_heads=pieces.kv_heads(hf, 8, attention_heads),
+        head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
+        mamba_heads=hf.integer("mamba_num_heads", 128, minimum=1),
+        mamba_head_dim=hf.integer("mamba_head_dim", 64, minimum=1),
+        mamba_state=hf.integer("ssm_state_size", 128, minimum=1),
+        mamba_groups=hf.integer("n_groups", 8, minimum=1),
+        mamba_conv_width=hf.integer("conv_kernel", 4, minimum=2),
+        mamba_conv_bias=hf.flag("use_conv_bias", True),
+        mamba_proj_bias=bias,
+        mamba_out_bias=bias,
+        mamba_chunk_size=hf.integer("chunk_size", 128, minimum=1),
+        time_step_limit=(hf.number("time_step_min", 0.001, positive=True), math.inf),
+        shared_intermediate_size=hf.integer("moe_shared_expert_intermediate_size", 7688, minimum=1) if experts else 0,
+        mlp_intermediate_size=hf.integer("intermediate_size", 21504, minimum=1) if "mlp" in layer_types else 0,
+        mlp_activation=hf.choice("mlp_hidden_act", "relu2", ACTIVATIONS),
+        mlp_gated=False,
+        mlp_bias=hf.flag("mlp_bias", False),
+        num_experts=experts,
+        experts_per_token=hf.integer("num_experts_per_tok", 2, minimum=1),
+        expert_intermediate_size=hf.integer("moe_intermediate_size", 7688, minimum=1),
+        expert_latent_size=hf.integer("moe_latent_size", minimum=1) if hf.has("moe_latent_size") else 0,
+        sigmoid_routing=SigmoidRouting(
+            groups=hf.integer("n_group", 1, minimum=1),
+            top_groups=hf.integer("topk_group", 1, minimum=1),
+            normalized=hf.flag("norm_topk_prob", True),
+            scale=hf.number("routed_scaling_factor", 1.0),
+        ),
+        norm_eps=hf.number("layer_norm_epsilon", 1e-5, positive=True),
+        residual_in_fp32=hf.flag("residual_in_fp32", False),
+        eos_token_ids=hf.token_ids("eos_token_id", 2),
+    )
+
+
+def weights(config: HybridConfig) -> Iterator[Weight]:
+    """Every weight of a nemotron_h checkpoint."""
+    yield Weight("model.embeddings.weight", "embed_tokens.embedding")
+    for i, kind in enumerate(config.layer_types):
+        stored, ours = f"model.layers.{i}", f"layers.{i}"
+        norm = "input_norm" if kind in ("mamba", "attention") else "mlp_norm"
+        yield Weight(f"{stored}.norm.weight", f"{ours}.{norm}.weight")
+        stored = f"{stored}.mixer"
+        if kind == "mamba":
+            yield from pieces.mamba(stored, f"{ours}.mixer", config)
+        elif kind == "attention":
+            yield from pieces.attention(stored, f"{ours}.mixer", config)
+        elif kind == "mlp":
+            yield from _mlp(stored, f"{ours}.shared_mlp", config)
+        else:
+            yield from _mlp(f"{stored}.shared_experts", f"{ours}.shared_mlp", config)
+            yield from _experts(stored, f"{ours}.moe", config)
+    yield Weight("model.norm_f.weight", "norm.weight")
+    yield from pieces.output_head("model.embeddings.weight", config)
+
+
+def _mlp(stored: str, ours: str, config: HybridConfig) -> Iterator[Weight]:
+    for name in ("up_proj", "down_proj"):
+        yield from pieces.linear(f"{stored}.{name}", f"{ours}.{name}", config.mlp_bias)
+
+
+def _experts(stored: str, ours: str, config: HybridConfig) -> Iterator[Weight]:
+    yield from pieces.linear(f"{stored}.gate", f"{ours}.router")
+    yield Weight(f"{stored}.gate.e_score_correction_bias", f"{ours}.router.correction")
+    for name in ("up_proj", "down_proj"):
+        apart = tuple(f"{stored}.experts.{expert}.{name}.weight" for expert in range(config.num_experts))
+        yield Weight(f"{stored}.experts.{name}", f"{ours}.{name}", Layout.SWAPPED, parts=apart)
+    if config.expert_latent_size:
+        for number, name in ((1, "latent_in"), (2, "latent_out")):
+            yield from pieces.linear(f"{stored}.fc{number}_latent_proj", f"{ours}.{name}", config.mlp_bias)
+
+
+def _layer_types(hf: HFConfig) -> tuple[str, ...]:
+    key = next((key for key in ("layers_block_type", "layer_types") if hf.has(key)), "hybrid_override_pattern")
+    if not hf.has(key):
+        return _DEFAULT_LAYERS
+    if key != "hybrid_override_pattern":
+        kinds = tuple(_LAYER_TYPES[kind] for kind in hf.choices(key, _LAYER_TYPES))
+    else:
+        pattern = hf.values[key]
+        if not isinstance(pattern, str) or not set(pattern) <= set(_PATTERN):
+            raise hf.refusal(key, f"a string of {', '.join(_PATTERN)}")
+        kinds = tuple(_PATTERN[letter] for letter in pattern)
+    if hf.integer("num_hidden_layers", len(kinds), minimum=1) != len(kinds):
+        raise hf.refusal("num_hidden_layers", f"{len(kinds)}, the number of layers in {key}")
+    return kinds
+
+
+FAMILY = Family(
+    read_config=read_config,
+    weights=weights,
+    renames=(("backbone.", "model."),),
+    unused=("mtp.",),
+)

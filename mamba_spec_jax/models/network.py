@@ -1,0 +1,138 @@
+"""The flax modules of a hybrid language model: its layers, and their stack between embedding and output projection."""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mamba_spec_jax.array_types import Array, Hidden, Tokens
+from mamba_spec_jax.attention.base import AttentionBackend, ForwardBatch
+from mamba_spec_jax.cache.pools import HybridCache
+from mamba_spec_jax.cache.records import VerifyRecord
+from mamba_spec_jax.layers.mlp import MLP, GatedMLP, SparseMoE
+from mamba_spec_jax.layers.norms import RMSNorm
+from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.mixers import Attention, Mamba2Mixer, Mixed, ParallelMixer
+from mamba_spec_jax.models.shared import SharedBlock, SharedUse
+from mamba_spec_jax.modes import DTypePolicy
+
+_MIXERS = {"mamba": Mamba2Mixer, "attention": Attention, "parallel": ParallelMixer, "shared": Mamba2Mixer}
+
+
+class HybridLayer(nnx.Module):
+    """A token mixer and a feed-forward part, or one of them, each behind a norm and scaled into the residual stream."""
+
+    def __init__(self, config: HybridConfig, layer_id: int, policy: DTypePolicy, rngs: nnx.Rngs):
+        self.layer_id = layer_id
+        self.residual_multiplier = config.residual_multiplier
+        self.dtype = policy.activations
+        kind, D = config.layer_types[layer_id], config.hidden_size
+        mixes = kind in _MIXERS
+        width, routes = config.dense_width(layer_id), config.has_experts(layer_id)
+        dtypes: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
+        norm: dict[str, Any] = {"eps": config.norm_eps, "param_dtype": policy.params}
+        self.shared = SharedUse(config, layer_id, policy, rngs) if kind == "shared" else None
+        self.input_norm: Any = RMSNorm(D, **norm) if mixes else None
+        self.mixer: Any = _MIXERS[kind](config, policy, rngs) if mixes else None
+        self.mlp_norm: Any = RMSNorm(D, **norm) if width or routes else None
+        self.shared_mlp: Any = _dense(config, width, dtypes) if width else None
+        self.moe = (
+            SparseMoE(
+                D,
+                config.expert_intermediate_size,
+                config.num_experts,
+                config.experts_per_token,
+                gated=config.mlp_gated,
+                activation=config.mlp_activation,
+                routing=config.sigmoid_routing,
+                latent=config.expert_latent_size,
+                bias=config.mlp_bias,
+                **dtypes,
+            )
+            if routes
+            else None
+        )
+
+    def __call__(
+        self, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None,
+        batch: ForwardBatch, heard: Hidden | None = None,
+    ) -> Mixed:  # fmt: skip
+        """`heard` is added to what the mixer reads, but not to the residual stream."""
+        if self.mixer is not None:
+            normed = self.input_norm((x if heard is None else x + heard.astype(x.dtype)).astype(self.dtype))
+            mixed, cache, record = self.mixer(self.layer_id, normed, backend, cache, record, batch)
+            x = x + (mixed * self.residual_multiplier).astype(x.dtype)
+        if self.mlp_norm is not None:
+            expanded = self._feed_forward(self.mlp_norm(x.astype(self.dtype)))
+            x = x + (expanded * self.residual_multiplier).astype(x.dtype)
+        return x, cache, record
+
+    def _feed_forward(self, normed: Hidden) -> Hidden:
+        if self.moe is None:
+            return self.shared_mlp(normed)
+        return self.moe(normed) + self.shared_mlp(normed) if self.shared_mlp is not None else self.moe(normed)
+
+
+class HybridLM(nnx.Module):
+    """Embedding, layers, final norm and output projection; holds the weights and nothing else."""
+
+    def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
+        self.config = config
+        self.dtype = policy.activations
+        dtypes: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
+        self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, **dtypes)
+        blocks = config.shared_blocks.count if config.shared_blocks else 0
+        self.shared_blocks = nnx.List([SharedBlock(config, policy, rngs) for _ in range(blocks)])
+        self.layers = nnx.List([HybridLayer(config, i, policy, rngs) for i in range(len(config.layer_types))])
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, param_dtype=policy.params)
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, **dtypes)
+        )
+
+    def __call__(
+        self,
+        tokens: Tokens,
+        backend: AttentionBackend,
+        cache: HybridCache,
+        batch: ForwardBatch,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> tuple[Hidden, HybridCache, VerifyRecord | None, tuple[Hidden, ...]]:
+        """The final hidden states, the cache, the record, and the outputs of `hidden_layers`."""
+        embedded = self.embed_tokens(tokens) * self.config.embedding_multiplier
+        record = backend.init_record(batch, embedded.dtype)
+        x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
+        kept = {}
+        for layer_id, layer in enumerate(self.layers):
+            heard = None
+            if layer.shared is not None:
+                block = self.shared_blocks[layer.shared.block]
+                heard, cache, record = block(layer.shared, x, embedded, backend, cache, record, batch)
+            x, cache, record = layer(x, backend, cache, record, batch, heard)
+            if layer_id in hidden_layers:
+                kept[layer_id] = x
+        return self.norm(x).astype(self.dtype), cache, record, tuple(kept[i] for i in hidden_layers)
+
+    def logits(self, x: Array) -> Array:
+        """`[..., V]` float32 from final hidden states `[..., D]`."""
+        weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+        return product / self.config.logits_divisor
+
+
+def abstract_split(config: HybridConfig, policy: DTypePolicy) -> tuple[Any, Any]:
+    """Graph definition and abstract weights of `HybridLM`, allocating nothing."""
+    # Only shapes matter, so one key serves all: a stream that counts its keys makes tracing quadratic in the layers.
+    rngs: Any = types.SimpleNamespace(params=lambda: jax.random.key(0))
+    return nnx.split(nnx.eval_shape(lambda: HybridLM(config, policy, rngs)))
+
+
+def _dense(config: HybridConfig, width: int, dtypes: dict[str, Any]) -> MLP | GatedMLP:
+    common: dict[str, Any] = {"activation": config.mlp_activation, "bias": config.mlp_bias} | dtypes
+    if not config.mlp_gated:
+        return MLP(config.hidden_size, width, **common)
+    scales = config.multipliers
+    return GatedMLP(config.hidden_size, width, gate_multiplier=scales.mlp_gate, multiplier=scales.mlp_out, **common)

@@ -1,0 +1,101 @@
+"""The ways in which the families' weights may be stored, which all give the same model."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mamba_spec_jax.models.loading import load
+from mamba_spec_jax.modes import DTypePolicy
+from tests.golden.family_cases import FAMILY_CASES
+
+from .goldens import QUICKLY, write_checkpoint
+
+CASES = {f"{case.family}/{case.name}": case for case in FAMILY_CASES}
+
+
+def stored(name, tmp_path):
+    """A checkpoint's folder, its weights, and a function that writes other weights in their place."""
+    golden = write_checkpoint(CASES[name], tmp_path / "model")
+    path = golden.folder / "model.safetensors"
+    return golden, load_file(path), lambda weights: save_file(weights, path)
+
+
+def assert_same_params(ours, theirs):
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_experts_whole_or_one_by_one(tmp_path):
+    golden, weights, write = stored("nemotron_h/switches", tmp_path)
+    apart = [name for name in weights if re.search(r"\.experts\.\d+\.", name)]
+    assert len(apart) == 2 * 2 * 9
+    whole = {name: value for name, value in weights.items() if name not in apart}
+    for layer, projection in ((1, "up_proj"), (1, "down_proj"), (5, "up_proj"), (5, "down_proj")):
+        prefix = f"backbone.layers.{layer}.mixer.experts"
+        whole[f"{prefix}.{projection}"] = np.stack(
+            [weights[f"{prefix}.{expert}.{projection}.weight"] for expert in range(9)]
+        )
+    write(whole)
+    assert_same_params(load(golden.folder).params, golden.params)
+    np.testing.assert_array_equal(
+        golden.params["layers"][1]["moe"]["up_proj"][4], weights["backbone.layers.1.mixer.experts.4.up_proj.weight"].T
+    )
+
+
+def test_newer_names_and_heads_for_drafting(tmp_path):
+    golden, weights, write = stored("nemotron_h/plain", tmp_path)
+    newer = {name.replace("backbone.", "model."): value for name, value in weights.items()}
+    write(newer | {"mtp.layers.0.eh_proj.weight": np.zeros((3, 2), np.float32)})
+    assert_same_params(load(golden.folder).params, golden.params)
+
+
+def test_parts_that_are_missing_or_misshapen_are_named(tmp_path):
+    golden, weights, write = stored("bamba/plain", tmp_path)
+    del weights["model.layers.0.feed_forward.up_proj.weight"]
+    weights["model.layers.1.feed_forward.gate_proj.weight"] = np.zeros((3, 24), np.float32)
+    write(weights)
+    message = (
+        r"1 missing: model\.layers\.0\.feed_forward\.up_proj\.weight; "
+        r"1 misshapen: model\.layers\.1\.feed_forward\.gate_proj\.weight is \[3, 24\], expected \[20, 24\]$"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(golden.folder)
+
+
+def test_shared_blocks_may_be_repeated_if_they_are_the_same(tmp_path):
+    golden, weights, write = stored("zamba2/switches", tmp_path)
+    original, use = "model.layers.1.shared_transformer", "model.layers.3.shared_transformer"
+    assert not any(name.startswith(use) for name in weights)
+    copies = {name.replace(original, use): value for name, value in weights.items() if name.startswith(original)}
+    write(weights | copies)
+    assert_same_params(load(golden.folder).params, golden.params)
+    name = f"{use}.self_attn.q_proj.weight"
+    write(weights | copies | {name: copies[name] + 1})
+    with pytest.raises(ValueError, match=f"says that {name} is {original}.self_attn.q_proj.weight, but they differ"):
+        load(golden.folder)
+
+
+def test_routers_stay_float32_in_16_bit_models(tmp_path):
+    golden, weights, _ = stored("nemotron_h/plain", tmp_path)
+    loaded = load(golden.folder, policy=DTypePolicy.bfloat16())
+    moe = loaded.params["layers"][1]["moe"]
+    assert moe["up_proj"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(moe["router"]["kernel"][...], weights["backbone.layers.1.mixer.gate.weight"].T)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("/plain")])
+def test_16_bit_models_run_and_stay_near(name, tmp_path):
+    """Every family in bfloat16, where mamba2 sums its layers in float32."""
+    golden = write_checkpoint(CASES[name], tmp_path / "model")
+    loaded = load(golden.folder, policy=DTypePolicy.bfloat16())
+    B, T = golden.tokens.shape
+    cache, slots = loaded.model.init_cache(B, T), jnp.arange(B, dtype=jnp.int32)
+    output = jax.jit(loaded.model.prefill, compiler_options=QUICKLY)(
+        loaded.params, jnp.asarray(golden.tokens), cache, slots=slots, num_tokens=jnp.full(B, T, jnp.int32)
+    )
+    assert output.logits.dtype == jnp.float32
+    error = np.asarray(output.logits) - golden.logits[:, -1]
+    assert 1e-4 < np.sqrt(np.mean(np.square(error))) < 0.15 * golden.logits.std()
