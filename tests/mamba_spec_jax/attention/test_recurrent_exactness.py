@@ -224,7 +224,13 @@ def test_prefill_is_close_to_decoding_in_any_chunks():
         for size in chunks:
             inputs = [leaf[:, :, start : start + size] for leaf in scene.inputs]
             outputs, cache, record = forward(
-                scene.decoder, ForwardMode.EXTEND, cache, scene.weights, slots, np.full(len(OWNED), size, np.int32), *inputs
+                scene.decoder,
+                ForwardMode.EXTEND,
+                cache,
+                scene.weights,
+                slots,
+                np.full(len(OWNED), size, np.int32),
+                *inputs,
             )
             assert record is None
             np.testing.assert_allclose(outputs, scene.outputs[:, :, start : start + size], rtol=1e-5, atol=1e-5)
