@@ -28,12 +28,16 @@ ROWS = np.arange(len(OWNED))
 TOKENS = np.random.default_rng(0).integers(0, DENSE.vocab_size, (len(OWNED), PROMPT.max() + STREAM)).astype(np.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "mode"))
+# For what is not a matter of bits: the optimiser takes most of the time of compiling so small a model.
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+@functools.partial(jax.jit, static_argnames=("model", "mode"), compiler_options=QUICKLY)
 def prefill(model, params, tokens, cache, slots, num_tokens, mode=ForwardMode.EXTEND):
     return model.prefill(params, tokens, cache, slots=slots, num_tokens=num_tokens, mode=mode)
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@functools.partial(jax.jit, static_argnames="model", compiler_options=QUICKLY)
 def verify(model, params, draft, cache):
     return model.verify(params, draft, cache)
 
@@ -159,7 +163,7 @@ def test_other_programs_agree_to_rounding():
     one_by_one = admitted(model, params)
     logits = []
     chex.clear_trace_counter()
-    decode = jax.jit(chex.assert_max_traces(model.decode, n=1), donate_argnums=2)
+    decode = jax.jit(chex.assert_max_traces(model.decode, n=1), donate_argnums=2, compiler_options=QUICKLY)
     for t in range(STREAM):
         output = decode(params, TOKENS[ROWS, PROMPT + t], one_by_one, slots=OWNED)
         one_by_one = output.cache
@@ -192,7 +196,7 @@ def test_16_bit_policies(policy):
     assert_same_bits(cache.mamba.ssm, plain.mamba.ssm, "ssm")
     assert_same_bits(cache.mamba.conv, plain.mamba.conv, "conv")
 
-    expected, _ = run(exact, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), SPECULATIVE, DRAFTED)
+    expected, _ = run(exact, jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float32)), params), SPECULATIVE, DRAFTED)
     eps = float(jnp.finfo(policy.activations).eps)
     scale = np.sqrt(np.mean(np.square(expected)))
     error = (logits - expected) / scale

@@ -87,6 +87,6 @@ def random_params(model: HybridModel, seed: int = 0):
 
     def draw(leaf):
         scale, offset = (0.3, 0.5) if len(leaf.shape) < 2 else (leaf.shape[-2] ** -0.5, 0)
-        return jnp.asarray(rng.normal(offset, scale, leaf.shape), jnp.float32).astype(leaf.dtype)
+        return jnp.asarray(rng.normal(offset, scale, leaf.shape).astype(np.float32).astype(leaf.dtype))
 
     return jax.tree.map(draw, model.abstract_params())
