@@ -14,9 +14,11 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 PROMPTS = [[3, 9, 4, 3, 9, 4, 3], [5, 5], [11]]
 
 
+_prefill = jax.jit(prefilling._prefill_chunk, static_argnums=(0, 6), compiler_options=QUICKLY)
+
+
 def quick_prefills(monkeypatch):
-    prefill = jax.jit(prefilling._prefill_chunk, static_argnums=(0, 6), compiler_options=QUICKLY)
-    monkeypatch.setattr(prefilling, "_prefill", prefill)
+    monkeypatch.setattr(prefilling, "_prefill", _prefill)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "drafter", "method", "num_drafts"), compiler_options=QUICKLY)
@@ -24,19 +26,19 @@ def decode(model, params, state, drafter, drafter_params, method, num_drafts, st
     return ms.decode_until_finished(model, params, state, drafter, method, num_drafts, stops, steps, drafter_params)
 
 
-def run(model, params, drafter, drafter_params, method, num_drafts, *, eos=None, **requests):
-    """The state when every row of PROMPTS has finished."""
+def run(model, params, drafter, drafter_params, method, num_drafts, *, prompts=PROMPTS, eos=None, **requests):
+    """The state when every row has finished."""
     state = ms.init_decode(
         model,
         params,
-        PROMPTS,
+        prompts,
         drafter=drafter,
         drafter_params=drafter_params,
         max_drafts=drafter.max_drafts,
         **requests,
     )
     stops = ms.StopConditions.create([model.vocab_size if eos is None else eos])
-    most = max(requests["max_new"])
+    most = np.max(requests["max_new"])
     state = decode(model, params, state, drafter, drafter_params, method, num_drafts, stops, jnp.int32(most))
     assert not np.any(state.active)
     return state
