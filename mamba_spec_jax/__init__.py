@@ -22,16 +22,23 @@ from mamba_spec_jax.speculative.decode import (
     speculative_decode_step,
 )
 from mamba_spec_jax.speculative.depth import AutoDepth, FixedDepth
+from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
+from mamba_spec_jax.speculative.drafters.draft_model import DraftModelDrafter
+from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter
+from mamba_spec_jax.speculative.drafters.eagle_tree import EagleTreeDrafter
+from mamba_spec_jax.speculative.drafters.fallback import FallbackDrafter
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
+from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import Generation, generate
 from mamba_spec_jax.speculative.prompts import init_decode
-from mamba_spec_jax.speculative.protocol import Drafter, Proposal, SpeculativeModel
-from mamba_spec_jax.speculative.sampling import Greedy, MinP, Sampling, TopK, TopP
+from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal, SpeculativeModel
+from mamba_spec_jax.speculative.sampling import Greedy, MinP, Sampling, TokenChoice, TopK, TopP
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
 from mamba_spec_jax.speculative.tree import SelectedTree, TreeTopology, select_best
 
 if TYPE_CHECKING:
+    from mamba_spec_jax.drafting import LoadedDrafter, load_drafter
     from mamba_spec_jax.models.loading import LoadedModel, load
 
 __version__ = "0.1.0"
@@ -41,10 +48,15 @@ __all__ = [
     "AttentionInputs",
     "AutoDepth",
     "CommitStrategy",
+    "DFlashDrafter",
     "DTypePolicy",
     "DecodeState",
     "Draft",
+    "DraftModelDrafter",
     "Drafter",
+    "EagleDrafter",
+    "EagleTreeDrafter",
+    "FallbackDrafter",
     "FixedDepth",
     "ForwardBatch",
     "ForwardMode",
@@ -57,6 +69,7 @@ __all__ = [
     "HybridLinearAttnBackend",
     "HybridModel",
     "KVCache",
+    "LoadedDrafter",
     "LoadedModel",
     "Mamba2",
     "Mamba2Inputs",
@@ -66,7 +79,9 @@ __all__ = [
     "MinP",
     "ModelOutput",
     "NgramDrafter",
+    "NgramTreeDrafter",
     "PoolSpec",
+    "Progress",
     "Proposal",
     "Sampling",
     "SelectedTree",
@@ -76,6 +91,7 @@ __all__ = [
     "StopConditions",
     "StopReason",
     "StreamEvent",
+    "TokenChoice",
     "TopK",
     "TopP",
     "TreeTopology",
@@ -87,6 +103,7 @@ __all__ = [
     "generated_texts",
     "init_decode",
     "load",
+    "load_drafter",
     "plan_memory",
     "reset_slots",
     "select_best",
@@ -103,4 +120,8 @@ def __getattr__(name: str) -> Any:
         from mamba_spec_jax.models import loading
 
         return getattr(loading, name)
+    if name in ("LoadedDrafter", "load_drafter"):
+        from mamba_spec_jax import drafting
+
+        return getattr(drafting, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

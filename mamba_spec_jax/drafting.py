@@ -4,12 +4,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from mamba_spec_jax.models.checkpoint import locate, read_json
+from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.heads.checkpoint import load_head
 from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
-from mamba_spec_jax.models.loading import LoadedModel
+from mamba_spec_jax.models.hybrid_lm import HybridModel
+from mamba_spec_jax.models.loading import LoadedModel, load
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
+from mamba_spec_jax.speculative.drafters.draft_model import DraftModelDrafter
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter
 from mamba_spec_jax.speculative.protocol import Drafter
+
+_DRAFTS = 4  # tokens a step, where the checkpoint does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +31,17 @@ class LoadedDrafter:
 
     drafter: Drafter
     params: Any
-    target: Any
+    target: HybridModel
 
 
 def load_drafter(
     name_or_folder: str | Path, loaded: LoadedModel, *, max_drafts: int | None = None, **options: Any
 ) -> LoadedDrafter:
-    """Loads a draft head from a folder or the Hugging Face hub, for a model that was loaded before.
+    """Loads what drafts for a model that was loaded before, from a folder or the Hugging Face hub.
 
     Args:
-        name_or_folder: an EAGLE-3, multi-token-prediction or DFlash checkpoint.
+        name_or_folder: an EAGLE-3, multi-token-prediction or DFlash checkpoint, or a smaller language model with the
+            same vocabulary.
         loaded: the target, from `load`.
         max_drafts: most tokens a step; by default 4, and for DFlash what its block holds.
         **options: revision and local_files_only, as for `load`.
@@ -42,16 +49,20 @@ def load_drafter(
     Raises:
         ValueError: as `load_head`, and for more drafts than a DFlash head's block holds.
     """
-    found = load_head(name_or_folder, loaded.model, loaded.params, **options)
     drafter: Drafter
+    folder = locate(name_or_folder, **options)
+    if read_json(folder / "config.json").get("model_type") in FAMILIES:
+        smaller = load(folder, policy=loaded.model.policy)
+        drafter = DraftModelDrafter(smaller.model, _DRAFTS if max_drafts is None else max_drafts)
+        return LoadedDrafter(drafter, smaller.params, loaded.model)
+    found = load_head(folder, loaded.model, loaded.params)
     if isinstance(found.head, DFlashHead):
         most = (found.block_size or 0) - 1
         if max_drafts is not None and max_drafts > most:
             raise ValueError(f"max_drafts is {max_drafts}, but this DFlash head fills blocks of {most} drafts at most")
         drafter = DFlashDrafter(found.head, most if max_drafts is None else max_drafts, found.mask_token or 0)
     elif isinstance(found.head, EagleHead):
-        drafter = EagleDrafter(found.head, 4 if max_drafts is None else max_drafts)
+        drafter = EagleDrafter(found.head, _DRAFTS if max_drafts is None else max_drafts)
     else:
         raise ValueError(f"{name_or_folder} holds a {type(found.head).__name__}, for which there is no drafter")
-    target = dataclasses.replace(loaded.model, hidden_layers=drafter.hidden_layers)
-    return LoadedDrafter(drafter, found.params, target)
+    return LoadedDrafter(drafter, found.params, loaded.model.with_hidden_layers(drafter.hidden_layers))

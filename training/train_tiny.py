@@ -1,4 +1,4 @@
-"""Trains the bundled model: `python -m training.train_tiny --steps 5000`.
+"""Trains the bundled models: `python -m training.train_tiny --steps 5000`, and with `--size draft` one that drafts.
 
 Resumes from the run's folder when there is one. The learning rate depends on the step and on `--steps` alone: it is
 constant for 40 % of the steps and falls linearly to zero over the rest, so a run that must end early is resumed with a
@@ -18,12 +18,20 @@ import optax
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from mamba_spec_jax.assets import TINY
 from training.corpus import load_corpus, train_tokenizer
 from training.data import Mix, held_out_stream
 from training.export import write_folder
 from training.init import initial_params
 from training.model import TinyConfig, token_losses
 
+SIZES = {
+    "tiny": TinyConfig(),
+    "draft": TinyConfig(
+        hidden_size=128, layer_types=("mamba", "attention"), shared_intermediate_size=256, mamba_n_heads=2,
+        attention_multiplier=32**-0.5,
+    ),
+}  # fmt: skip
 WARMUP_STEPS = 100
 DECAY_FROM = 0.4
 LONG_ROWS_FROM = 0.6
@@ -79,18 +87,24 @@ def save_checkpoint(path: Path, step: int, params, state) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--size", choices=sorted(SIZES), default="tiny", help="draft: a model that drafts for the other"
+    )
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--run", type=Path, default=Path("training/runs/tiny"))
+    parser.add_argument("--run", type=Path, default=None, help="default: training/runs/SIZE")
     parser.add_argument("--export", type=Path, default=None, help="also write the model here at every checkpoint")
     parser.add_argument("--checkpoint-every", type=int, default=250)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.run.mkdir(parents=True, exist_ok=True)
+    run = options.run or Path("training/runs") / options.size
+    run.mkdir(parents=True, exist_ok=True)
 
-    config, corpus = TinyConfig(), load_corpus()
-    tokenizer_file, checkpoint = options.run / "tokenizer.json", options.run / "checkpoint.pickle"
-    if not tokenizer_file.exists():
+    config, corpus = SIZES[options.size], load_corpus()
+    tokenizer_file, checkpoint = run / "tokenizer.json", run / "checkpoint.pickle"
+    if options.size == "draft":
+        tokenizer_file = TINY / "tokenizer.json"  # a draft model speaks its target's tokens
+    elif not tokenizer_file.exists():
         train_tokenizer(corpus, config.vocab_size).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     mix = Mix(corpus, tokenizer, options.seed)
@@ -106,7 +120,7 @@ def main() -> None:
 
     train_step = make_step(config, optimizer)
     losses_fn = jax.jit(lambda params, rows: token_losses(params, rows, config))
-    started, log = time.time(), (options.run / "log.jsonl").open("a")
+    started, log = time.time(), (run / "log.jsonl").open("a")
     bar = tqdm(range(first, options.steps), initial=first, total=options.steps, mininterval=5.0)
     recent: list[jax.Array] = []
     for step in bar:

@@ -23,6 +23,7 @@ from mamba_spec_jax.cli.options import (
     StrategyOption,
 )
 from mamba_spec_jax.cli.runtime import open_model
+from mamba_spec_jax.drafting import load_drafter
 from mamba_spec_jax.speculative.generate import Generation
 from mamba_spec_jax.speculative.sampling import Filter, Greedy, Method, MinP, Sampling, TopK, TopP
 from mamba_spec_jax.speculative.stream import StreamEvent, stream
@@ -31,6 +32,7 @@ PromptArgument = Annotated[str | None, typer.Argument(help="What to continue; fr
 _TOP_K = "Draw from this many of the likeliest tokens."
 _TOP_P = "Draw from the likeliest tokens that have this much of the probability."
 _MIN_P = "Draw from the tokens that are this likely, compared with the likeliest."
+_DRAFTER = "What drafts: a folder or hub id of a draft head or a smaller model.  [default: prompt lookup]"
 StopOption = Annotated[
     list[str], typer.Option("--stop", help="Text that ends the output, not shown. May be given several times.")
 ]
@@ -48,6 +50,7 @@ def generate(
     seed: SeedOption = 0,
     stop: StopOption = [],  # noqa: B006, typer wants a list
     drafts: DraftsOption = "auto",
+    drafter: Annotated[str | None, typer.Option("--drafter", help=_DRAFTER)] = None,
     mode: ModeOption = Mode.DECODE,
     strategy: StrategyOption = Strategy.SNAPSHOT,
     dtype: DtypeOption = Precision.AUTO,
@@ -57,9 +60,13 @@ def generate(
     method = _method(temperature, top_k, top_p, min_p)
     text = _read_prompt(prompt)
     loaded, tokenizer = open_model(model, dtype, mode, strategy)
+    target, drafting = loaded.model, {}
+    if drafter is not None:
+        found = load_drafter(drafter, loaded, max_drafts=drafts or None if isinstance(drafts, int) else None)
+        target, drafting = found.target, {"drafter": found.drafter, "drafter_params": found.params}
     start = time.perf_counter()
     events = stream(
-        loaded.model,
+        target,
         loaded.params,
         [tokenizer.encode(text).ids],
         tokenizer,
@@ -71,6 +78,7 @@ def generate(
         min_new=min_new_tokens,
         seeds=seed,
         temperature=temperature,
+        **drafting,
     )
     pieces, generation = _follow(events, show=not as_json)
     report = {"prompt": text, "text": "".join(pieces), "seconds": time.perf_counter() - start, **_summary(generation)}

@@ -65,9 +65,7 @@ class HybridModel:
             implementation: of the commit kernel; None lets the device decide.
         """
         policy = policy or DTypePolicy()
-        unknown = [i for i in hidden_layers if not 0 <= i < len(config.layer_types)]
-        if unknown:
-            raise ValueError(f"hidden_layers {unknown} do not exist, expected 0..{len(config.layer_types) - 1}")
+        _check_hidden_layers(hidden_layers, config)
 
         def child(verify: SpeculativeMode) -> HybridLinearAttnBackend:
             return HybridLinearAttnBackend(
@@ -97,6 +95,11 @@ class HybridModel:
         )
         graphdef, _ = abstract_split(config, policy)
         return cls(config, policy, backend, graphdef, hidden_layers)
+
+    def with_hidden_layers(self, hidden_layers: tuple[int, ...]) -> "HybridModel":
+        """The same model, returning the outputs of other layers; its weights are the same too."""
+        _check_hidden_layers(hidden_layers, self.config)
+        return dataclasses.replace(self, hidden_layers=hidden_layers)
 
     @property
     def vocab_size(self) -> int:
@@ -218,6 +221,12 @@ class HybridModel:
             check_parents(caller, parents, tokens.shape)
         batch = ForwardBatch.create(mode, cache, slots, num_tokens, tokens.shape[1], kv_len, parents)
         return nnx.merge(self.graphdef, params), batch
+
+
+def _check_hidden_layers(hidden_layers: tuple[int, ...], config: HybridConfig) -> None:
+    unknown = [i for i in hidden_layers if not 0 <= i < len(config.layer_types)]
+    if unknown:
+        raise ValueError(f"hidden_layers {unknown} do not exist, expected 0..{len(config.layer_types) - 1}")
 
 
 def _check_rows(caller: str, tokens: Array, slots: Array, num_tokens: Array) -> None:

@@ -21,8 +21,21 @@ MAY_IMPORT = {
     "models": {"models", "attention", "layers", "cache", "modes", "array_types"},
     "speculative": {"speculative", "attention", "layers", "cache", "modes", "array_types"},
     "assets": {"assets"},
-    "cli": {"cli", "assets", "models", "speculative", "attention", "layers", "cache", "modes", "array_types", ""},
-    "": {"models", "speculative", "attention", "layers", "cache", "modes", "array_types"},
+    "drafting": {"models", "speculative"},
+    "cli": {
+        "cli",
+        "drafting",
+        "assets",
+        "models",
+        "speculative",
+        "attention",
+        "layers",
+        "cache",
+        "modes",
+        "array_types",
+        "",
+    },
+    "": {"drafting", "models", "speculative", "attention", "layers", "cache", "modes", "array_types"},
 }
 # What may be imported from outside, the standard library apart.
 LIBRARIES = {
@@ -37,6 +50,7 @@ LIBRARIES = {
     "tokenizers",
     "rich",
 }
+POOLS = {"mamba", "ssm", "conv"}  # what a cache calls them
 OF_THE_COMMAND_LINE = {"typer", "matplotlib"}
 
 
@@ -122,6 +136,21 @@ def test_recurrent_state_is_written_in_few_places():
         "mamba_spec_jax/cache/slots.py": ["reset_slots"],
         "mamba_spec_jax/attention/mamba2.py": ["_replay", "commit", "forward"],
     }
+
+
+def test_drafters_change_recurrent_state_by_the_commit_alone():
+    """They hand pools on, as part of a cache, and never name one as something to be replaced."""
+    speculative = {name: tree for name, tree in TREES.items() if name.startswith("mamba_spec_jax/speculative/")}
+    replaced = {
+        name: sorted({keyword.arg for keyword in ast.walk(tree) if isinstance(keyword, ast.keyword)} & POOLS)
+        for name, tree in speculative.items()
+    }
+    assert not {name: names for name, names in replaced.items() if names}
+    commits = {
+        name for name, tree in speculative.items() for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "update_mamba_state_after_mtp_verify"
+    }  # fmt: skip
+    assert commits == {"mamba_spec_jax/speculative/decode.py", "mamba_spec_jax/speculative/drafters/draft_model.py"}
 
 
 def test_a_pass_with_a_record_writes_no_pool():
