@@ -1,0 +1,23 @@
+"""The notebook of drafters runs from top to bottom, and what it claims comes out true."""
+
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_drafters.ipynb"
+
+
+def test_drafters_run_top_to_bottom():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert printed.count("identical to plain decoding: True") == 7
+    assert "False" not in printed
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+
+
+def test_drafters_are_stored_without_outputs():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
