@@ -1,0 +1,58 @@
+"""Drafters from checkpoints: each kind becomes its drafter, and what cannot draft for a model is refused."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import mamba_spec_jax as ms
+from mamba_spec_jax.models.heads.checkpoint import save_head
+from tests.mamba_spec_jax import tiny
+from tests.mamba_spec_jax.heads import head_config, random_module
+from tests.mamba_spec_jax.models.checkpoints import CONFIG, random_weights, write
+
+TARGET = ms.HybridModel.create(tiny.MOE)
+LOADED = ms.LoadedModel(TARGET, tiny.random_params(TARGET), None, Path("tiny"))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(kind):
+        config = head_config(kind, TARGET)
+        save_head(tmp_path / "head", random_module(kind, config), config, block_size=5, mask_token=3)
+        return tmp_path / "head"
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter", "most"),
+    [("eagle3", ms.EagleDrafter, 4), ("three layers", ms.EagleDrafter, 4), ("dflash", ms.DFlashDrafter, 4)],
+)
+def test_a_head_becomes_its_drafter_and_the_target_returns_what_it_reads(saved, kind, drafter, most):
+    found = ms.load_drafter(saved(kind), LOADED)
+    assert type(found.drafter) is drafter
+    assert found.drafter.max_drafts == most
+    assert found.target == dataclasses.replace(TARGET, hidden_layers=head_config(kind, TARGET).target_layers)
+    generation = ms.generate(
+        found.target, LOADED.params, [[1, 2, 3]], drafter=found.drafter, drafter_params=found.params, max_new=6
+    )
+    assert generation.tokens == ms.generate(TARGET, LOADED.params, [[1, 2, 3]], depth=0, max_new=6).tokens
+
+
+def test_a_block_holds_so_many_drafts(saved):
+    folder = saved("dflash")
+    assert ms.load_drafter(folder, LOADED, max_drafts=2).drafter.max_drafts == 2
+    with pytest.raises(ValueError, match="max_drafts is 5, but this DFlash head fills blocks of 4 drafts at most"):
+        ms.load_drafter(folder, LOADED, max_drafts=5)
+
+
+def test_a_smaller_model_becomes_a_draft_model(tmp_path):
+    config = CONFIG | {"vocab_size": TARGET.vocab_size}
+    found = ms.load_drafter(write(tmp_path / "same", config, random_weights(config)), LOADED, max_drafts=3)
+    assert isinstance(found.drafter, ms.DraftModelDrafter)
+    assert found.drafter.max_drafts == 3
+    assert found.target == TARGET
+    other = ms.load_drafter(write(tmp_path / "other", CONFIG, random_weights(CONFIG)), LOADED)
+    with pytest.raises(ValueError, match=r"vocabulary of 13.*29"):
+        ms.generate(TARGET, LOADED.params, [[1]], drafter=other.drafter, drafter_params=other.params, max_new=2)
