@@ -16,6 +16,8 @@ from mamba_spec_jax.modes import CommitStrategy, ForwardMode, SpeculativeMode
 
 from .recurrent import assert_same_bits, make_backend, make_inputs, make_weights
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SPEC = PoolSpec(recurrent_layers=1, heads=1, head_dim=1, state=1, conv_width=2, conv_channels=1)
 ROWS = jnp.zeros(1, jnp.int32)
 

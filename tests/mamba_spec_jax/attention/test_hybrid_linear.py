@@ -17,6 +17,8 @@ from mamba_spec_jax.modes import CommitStrategy, ForwardMode
 
 from .recurrent import assert_same_bits, commit, forward, make_backend, make_inputs, make_weights
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS = jnp.zeros(1, jnp.int32)
 STEPS = jnp.array([2, 0], jnp.int32)
 

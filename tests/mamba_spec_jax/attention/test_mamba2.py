@@ -13,6 +13,8 @@ from mamba_spec_jax.modes import ForwardMode
 from . import oracle
 from .recurrent import SLOTS, assert_same_bits, forward, make_backend, make_inputs, make_weights, occupied
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 B, T, H, P, N = 3, 10, 6, 5, 7
 
 
