@@ -196,9 +196,8 @@ def test_16_bit_policies(policy):
     assert_same_bits(cache.mamba.ssm, plain.mamba.ssm, "ssm")
     assert_same_bits(cache.mamba.conv, plain.mamba.conv, "conv")
 
-    expected, _ = run(
-        exact, jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float32)), params), SPECULATIVE, DRAFTED
-    )
+    widened = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float32)), params)
+    expected, _ = run(exact, widened, SPECULATIVE, DRAFTED)
     eps = float(jnp.finfo(policy.activations).eps)
     scale = np.sqrt(np.mean(np.square(expected)))
     error = (logits - expected) / scale

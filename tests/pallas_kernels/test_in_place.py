@@ -11,6 +11,8 @@ from pallas_kernels import compat, state_commit, state_scatter
 
 L, R, T = 3, 4, 5
 SMALL, LARGE = 9, 144
+# Buffers are assigned before machine code is made: no need to make it well.
+QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 def arguments(slots, conv_dtype):
@@ -32,7 +34,7 @@ def compile_commit(slots, conv_dtype, tree=False):
     if tree:
         given["parents"] = jnp.zeros((R, T), jnp.int32) - 1
     jitted = jax.jit(lambda **kwargs: state_commit(**kwargs), donate_argnames=("ssm", "conv"))
-    return jitted.lower(**given).compile(), given
+    return jitted.lower(**given).compile(QUICKLY), given
 
 
 def compile_scatter(slots, dtype):
@@ -40,7 +42,7 @@ def compile_scatter(slots, dtype):
     index = {name: given[name] for name in ("slots", "steps", "track_slots", "track_steps")}
     dst, src = jnp.zeros((L, slots, 8, 32), dtype), jnp.ones((L, R, T, 8, 32), dtype)
     jitted = jax.jit(lambda **kwargs: state_scatter(**kwargs), donate_argnames="dst")
-    return jitted.lower(dst=dst, src=src, **index).compile(), {"dst": dst, "src": src} | index
+    return jitted.lower(dst=dst, src=src, **index).compile(QUICKLY), {"dst": dst, "src": src} | index
 
 
 moves_bfloat16 = pytest.mark.skipif(
@@ -96,5 +98,5 @@ def test_pool_sized_copies_sees_one():
     def keeps_old(ssm, conv, **kwargs):
         return state_commit(ssm, conv, **kwargs), ssm + 1
 
-    compiled = jax.jit(keeps_old, donate_argnames=("ssm", "conv")).lower(**given).compile()
+    compiled = jax.jit(keeps_old, donate_argnames=("ssm", "conv")).lower(**given).compile(QUICKLY)
     assert pool_sized_copies(compiled, SMALL) != []

@@ -16,6 +16,8 @@ from mamba_spec_jax.modes import CommitStrategy, ForwardMode, SpeculativeMode
 
 from .recurrent import assert_same_bits, make_backend, make_inputs, make_weights
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SPEC = PoolSpec(recurrent_layers=1, heads=1, head_dim=1, state=1, conv_width=2, conv_channels=1)
 ROWS = jnp.zeros(1, jnp.int32)
 
@@ -250,12 +252,12 @@ def test_a_record_of_another_maker_is_refused_while_tracing(case):
 def test_the_real_selector_moves_verify_and_commit_together(monkeypatch):
     """The chunked child verifies and commits once the one branch says so, whatever `speculative_mode` is."""
     expected_backend = hybrid(SpeculativeMode.PREFILL)
-    expected = expected_backend.update_mamba_state_after_mtp_verify(*verified(expected_backend), STEPS)
+    expected = jax.jit(expected_backend.update_mamba_state_after_mtp_verify)(*verified(expected_backend), STEPS)
     monkeypatch.setattr(HybridAttnBackend, "select", lambda self, mode: self.prefill)
     backend = hybrid(SpeculativeMode.DECODE)
     verify.clear_cache()
     cache, record = verified(backend)
     assert record.spec.backend == backend.prefill
-    committed = backend.update_mamba_state_after_mtp_verify(cache, record, STEPS)
+    committed = jax.jit(backend.update_mamba_state_after_mtp_verify)(cache, record, STEPS)
     jax.tree.map(assert_same_bits, committed.mamba, expected.mamba)
     verify.clear_cache()

@@ -17,6 +17,8 @@ from mamba_spec_jax.modes import CommitStrategy, ForwardMode
 
 from .recurrent import assert_same_bits, commit, forward, make_backend, make_inputs, make_weights
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS = jnp.zeros(1, jnp.int32)
 STEPS = jnp.array([2, 0], jnp.int32)
 
@@ -112,11 +114,12 @@ def test_layers_are_routed_by_kind_and_inputs_checked():
     ):
         with pytest.raises(ValueError, match=message):
             MIXED.forward(layer_id, given, cache, None, batch)
-    y, after, _ = MIXED.forward(0, recurrence, cache, None, batch)
+    forward = jax.jit(MIXED.forward, static_argnums=0)
+    y, after, _ = forward(0, recurrence, cache, None, batch)
     assert y.shape == (1, 2, 3, 5)
     jax.tree.map(assert_same_bits, after.kv, cache.kv)
     assert np.any(np.asarray(after.mamba.ssm[:, 0]))
-    y, after, _ = MIXED.forward(1, attention, cache, None, batch)
+    y, after, _ = forward(1, attention, cache, None, batch)
     assert y.shape == (1, 2, 2, 2)
     jax.tree.map(assert_same_bits, after.mamba, cache.mamba)
     assert np.any(np.asarray(after.kv.keys[0][0]))

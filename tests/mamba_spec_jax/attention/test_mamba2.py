@@ -13,6 +13,8 @@ from mamba_spec_jax.modes import ForwardMode
 from . import oracle
 from .recurrent import SLOTS, assert_same_bits, forward, make_backend, make_inputs, make_weights, occupied
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 B, T, H, P, N = 3, 10, 6, 5, 7
 
 
@@ -31,7 +33,7 @@ def draw_ssm(groups, seed=0):
 
 
 def single(tree):
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), tree)
 
 
 def exact(h0, inputs, A, D):
@@ -53,7 +55,7 @@ def test_chunk_scan(chunk_size):
 def test_window_forms(scan, groups):
     arguments = draw_ssm(groups)
     outputs, states = exact(*arguments)
-    record = jnp.full((2, B, T, H, P, N), jnp.nan)
+    record = np.full((2, B, T, H, P, N), np.nan, np.float32)
     y, record = jax.jit(scan, static_argnames="index")(*single(arguments), record, index=1)
     np.testing.assert_allclose(y, outputs, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(record[1], states, rtol=2e-5, atol=2e-5)
@@ -67,7 +69,7 @@ def test_fold_stops_at_each_rows_count():
     h0, inputs, A, D = draw_ssm(groups=2)
     _, states = exact(h0, inputs, A, D)
     h0, inputs, A = single((h0, inputs, A))
-    h = jax.jit(ssd.fold)(h0, inputs, A, jnp.array([0, 4, T]))
+    h = np.asarray(jax.jit(ssd.fold)(h0, inputs, A, np.array([0, 4, T])))
     assert_same_bits(h[0], h0[0])
     np.testing.assert_allclose(h[1], states[1, 3], rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(h[2], states[2, -1], rtol=2e-5, atol=2e-5)
@@ -83,7 +85,7 @@ def test_convolution(width, bias):
     actual = jax.jit(causal_conv1d)(*single((window, inputs, weight, added)))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     counts = np.array([0, 1, T])
-    left = advance_window(*single((window, inputs)), jnp.asarray(counts))
+    left = np.asarray(jax.jit(advance_window)(*single((window, inputs)), counts))
     for b in range(B):
         expected_window = oracle.causal_conv1d(window[b], inputs[b, : counts[b]], weight, added)[1]
         np.testing.assert_array_equal(left[b], expected_window.astype(np.float32))
@@ -95,7 +97,7 @@ def test_prefill_against_float64(options):
     backend = make_backend(**options)
     slots, counts = np.array([5, -1, 2, 7], np.int32), np.array([T, T, 6, 0], np.int32)
     weights = make_weights(backend, bias=not options)
-    cache = occupied(backend, slots[[0, 2, 3]], jnp.array([3, 8, 1]))
+    cache = occupied(backend, slots[[0, 2, 3]], np.array([3, 8, 1], np.int32))
     xBC, dt = make_inputs(backend, len(slots), T)
     for leaf in (xBC, dt):  # what a row holds behind its tokens is finite, and else anything
         leaf[:, np.arange(T) >= counts[:, None]] = 1e4
@@ -119,7 +121,7 @@ def test_large_steps_do_not_overflow():
     """exp(c_t - c_j) above the diagonal would be inf, and inf times zero NaN."""
     h0, inputs, A, D = draw_ssm(groups=1)
     inputs = inputs.replace(dt=np.full((B, T, H), 50.0))
-    y, h = ssd.chunk_scan(*single((h0, inputs, A, D)), chunk_size=T)
+    y, h = jax.jit(ssd.chunk_scan, static_argnames="chunk_size")(*single((h0, inputs, A, D)), chunk_size=T)
     outputs, states = exact(h0, inputs, A, D)
     np.testing.assert_allclose(y, outputs, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(h, states[:, -1], rtol=1e-4, atol=1e-4)

@@ -219,7 +219,7 @@ def test_prefill_is_close_to_decoding_in_any_chunks():
     """A prompt in chunks, the last of one token, leaves what decoding it token by token leaves."""
     scene = make_scene("float32")
     slots = jnp.asarray(OWNED)
-    for chunks in ([T, T, 1], [TOKENS]):
+    for chunks in ([5, 5, 5, 1], [TOKENS]):
         cache, start = scene.cache, 0
         for size in chunks:
             inputs = [leaf[:, :, start : start + size] for leaf in scene.inputs]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 MAX_LEN = 20
 
 

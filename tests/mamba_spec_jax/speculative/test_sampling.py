@@ -23,6 +23,8 @@ from mamba_spec_jax.speculative.sampling import (
     filtered_log_probs,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB = 7
 SEEDS = np.array([3, 0, 2**32 - 1, 77], np.uint32)
 filter_lists = st.lists(
@@ -131,7 +133,7 @@ def test_forbidden_tokens_go_before_the_filters():
 
 
 def test_half_precision_logits_are_filtered_in_float32():
-    logits = jax.random.normal(jax.random.key(0), (2, 3, 16), jnp.bfloat16)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 16)), jnp.bfloat16)
     temperature = jnp.array([0.7, 0.0])
     method = Sampling((TopK(5), TopP(0.9)))
     got, expected = jax.jit(

@@ -13,6 +13,8 @@ from mamba_spec_jax.speculative.acceptance import AcceptResult
 from mamba_spec_jax.speculative.stop import StopAutomaton, StopConditions, StopReason, limit_accept
 from mamba_spec_jax.speculative.text import cut_at_stop
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 B, T, V = 3, 4, 6
 STREAM = 12
 # Few letters, so that stop strings overlap, repeat and end inside tokens; shapes are padded so that nothing retraces.
