@@ -74,7 +74,7 @@ def create_head(kind: Kind, config: HeadConfig, target: Params, stream: np.ndarr
     EAGLE-3's can propose the tokens that are frequent in `stream`, and begins with the last of the target's layers.
     """
     head = kind.module(config, DTypePolicy(), nnx.Rngs(seed))
-    head.norm.weight[...] = target["model.norm.weight"]
+    head.norm.weight[...] = jnp.array(target["model.norm.weight"])  # a copy: training donates it
     if isinstance(head, Eagle3):
         counts = np.bincount(stream, minlength=config.vocab_size)
         frequent = np.sort(np.argsort(-counts, kind="stable")[: config.draft_vocab_size])
