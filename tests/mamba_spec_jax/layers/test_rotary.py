@@ -13,7 +13,7 @@ def draw(seed: int, tokens: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(1, tokens, 2, DIM)).astype(np.float32)
 
 
-rotary = jax.jit(apply_rotary, static_argnums=2)
+rotary = jax.jit(apply_rotary, static_argnums=(2, 3))
 
 
 def rotate(x: np.ndarray, positions: list[int]) -> np.ndarray:
@@ -30,10 +30,10 @@ def test_pairs_turn_as_complex_numbers():
 
 def test_dims_beyond_the_rotated_ones_stay():
     x, positions = draw(3, 4), jnp.asarray([[0, 1, 7, 300]], jnp.int32)
-    turned = apply_rotary(jnp.asarray(x), positions, THETA, 4)
+    turned = rotary(jnp.asarray(x), positions, THETA, 4)
     np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
-    np.testing.assert_array_equal(turned[..., :4], apply_rotary(jnp.asarray(x[..., :4]), positions, THETA))
-    np.testing.assert_array_equal(apply_rotary(jnp.asarray(x), positions, THETA, DIM), rotate(x, [0, 1, 7, 300]))
+    np.testing.assert_array_equal(turned[..., :4], rotary(jnp.asarray(x[..., :4]), positions, THETA))
+    np.testing.assert_array_equal(rotary(jnp.asarray(x), positions, THETA, DIM), rotate(x, [0, 1, 7, 300]))
 
 
 def test_scores_depend_on_distance_alone():

@@ -34,12 +34,14 @@ class ScriptedTrees:
     """
 
     max_drafts: int = K
+    hidden_layers = ()
+    proposes_trees = True
 
     def init(self, batch, max_len):
-        parents = jnp.zeros((batch, TREES, K + 1), jnp.int32)
-        return jnp.zeros((batch, max_len), jnp.int32), parents, parents
+        shapes = ((batch, max_len), (batch, TREES, K + 1), (batch, TREES, K + 1))
+        return tuple(jnp.zeros(shape, jnp.int32) for shape in shapes)
 
-    def propose(self, state, tokens, lengths, num_drafts):
+    def propose(self, params, state, tokens, lengths, choose, num_drafts):
         foreseen, parents, wrong = (jnp.asarray(leaf) for leaf in state)
         rows = jnp.arange(lengths.shape[0])
         tree, offset = parents[rows, lengths % TREES], wrong[rows, lengths % TREES]
@@ -48,7 +50,7 @@ class ScriptedTrees:
         count = jnp.full(lengths.shape, num_drafts, jnp.int32)
         return ms.Proposal(drafts[:, 1:], count, state, parents=tree)
 
-    def update(self, state, output, emitted, accept_lens, active):
+    def update(self, params, state, progress):
         return state
 
 
@@ -160,16 +162,16 @@ def test_a_tree_makes_room_for_itself():
 
 
 class Wrong(ToyTreeDrafter):
-    def propose(self, state, tokens, lengths, num_drafts):
-        proposal = super().propose(state, tokens, lengths, num_drafts)
+    def propose(self, params, state, tokens, lengths, choose, num_drafts):
+        proposal = super().propose(params, state, tokens, lengths, choose, num_drafts)
         parents = np.array(proposal.parents)
         parents[:, 2] = 5
         return dataclasses.replace(proposal, parents=parents)
 
 
 class Narrow(ToyTreeDrafter):
-    def propose(self, state, tokens, lengths, num_drafts):
-        proposal = super().propose(state, tokens, lengths, num_drafts)
+    def propose(self, params, state, tokens, lengths, choose, num_drafts):
+        proposal = super().propose(params, state, tokens, lengths, choose, num_drafts)
         return dataclasses.replace(proposal, parents=proposal.parents[:, 1:])
 
 
