@@ -130,7 +130,7 @@ def test_drafts_judged_in_hindsight():
     model, expected = ms.HybridModel.create(DENSE), plain(ms.Greedy())
     state = script(begin(model), expected.tokens, seed=0)
     starts = np.array([len(prompt) for prompt in PROMPTS], np.int32)
-    proposal = jax.jit(DRAFTER.propose, static_argnums=3)(state.drafter, state.tokens, starts, K)
+    proposal = jax.jit(lambda state: DRAFTER.propose(None, state.drafter, state.tokens, starts, None, K))(state)
     foreseen = jax.jit(driver._foreseen)
     counts, lengths = np.array([K, 3, -1], np.int32), starts + np.array([NEW, NEW, NEW], np.int32)
     found = foreseen(proposal.tokens, proposal.parents, counts, starts, dataclasses.replace(
