@@ -98,6 +98,27 @@ def generate(
     Raises:
         ValueError: for prompts, lengths or options that do not fit; MemoryError before an allocation that cannot.
     """
+    state, chunks = start_generation(
+        model, params, prompts, drafter, drafter_params, depth, method, stops, chunk_steps, **requests
+    )
+    for newest, _ in chunks:
+        state = newest
+    return collect(state)
+
+
+def start_generation(
+    model: SpeculativeModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    drafter: Drafter | None,
+    drafter_params: Any,
+    depth: int | str | DepthPolicy | None,
+    method: Method,
+    stops: StopConditions | None,
+    chunk_steps: int,
+    **requests: Any,
+) -> tuple[DecodeState, Iterator[tuple[DecodeState, ChunkReport]]]:
+    """The state after the prompts, and the chunks that go on from it and consume it; arguments as `generate`'s."""
     drafter, policy = resolve_drafting(drafter, depth)
     state = init_decode(
         model,
@@ -108,9 +129,7 @@ def generate(
         max_drafts=policy.max_drafts,
         **requests,
     )
-    for newest, _ in decode_chunks(model, params, state, drafter, method, stops, policy, chunk_steps, drafter_params):
-        state = newest
-    return collect(state)
+    return state, decode_chunks(model, params, state, drafter, method, stops, policy, chunk_steps, drafter_params)
 
 
 def resolve_drafting(drafter: Drafter | None, depth: int | str | DepthPolicy | None) -> tuple[Drafter, DepthPolicy]:

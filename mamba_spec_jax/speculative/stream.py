@@ -8,8 +8,7 @@ from typing import Any
 import tokenizers
 
 from mamba_spec_jax.speculative.depth import DepthPolicy
-from mamba_spec_jax.speculative.generate import Generation, collect, decode_chunks, resolve_drafting
-from mamba_spec_jax.speculative.prompts import init_decode
+from mamba_spec_jax.speculative.generate import Generation, collect, start_generation
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import Greedy, Method
 from mamba_spec_jax.speculative.stop import StopConditions
@@ -63,21 +62,12 @@ def stream(
     """
     stops = text_stops(tokenizer, model.vocab_size, eos_ids, stop_strings)
     table = _visible_bytes(tokenizer, model.vocab_size)
-    drafter, policy = resolve_drafting(drafter, depth)
-    state = init_decode(
-        model,
-        params,
-        prompts,
-        drafter=drafter,
-        drafter_params=drafter_params,
-        max_drafts=policy.max_drafts,
-        **requests,
+    state, chunks = start_generation(
+        model, params, prompts, drafter, drafter_params, depth, method, stops, chunk_steps, **requests
     )
     texts = [TextAssembler(table, stop_strings) for _ in prompts]
     ended: set[int] = set()
-    for newest, report in decode_chunks(
-        model, params, state, drafter, method, stops, policy, chunk_steps, drafter_params
-    ):
+    for newest, report in chunks:
         state = newest
         for row, assembler in enumerate(texts):
             if row in ended:
