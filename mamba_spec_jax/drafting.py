@@ -8,6 +8,7 @@ from mamba_spec_jax.models.checkpoint import locate, read_json
 from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.heads.checkpoint import load_head
 from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
+from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.loading import LoadedModel, load
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
@@ -51,16 +52,23 @@ def load_drafter(
     """
     drafter: Drafter
     folder = locate(name_or_folder, **options)
-    if read_json(folder / "config.json").get("model_type") in FAMILIES:
-        smaller = load(folder, policy=loaded.model.policy)
+    hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
+    if any(hf.values.get("model_type") == family for family in FAMILIES):
+        smaller = load(
+            folder,
+            policy=loaded.model.policy,
+            speculative_mode=loaded.model.backend.speculative_mode,
+            strategy=loaded.model.strategy,
+        )
         drafter = DraftModelDrafter(smaller.model, _DRAFTS if max_drafts is None else max_drafts)
         return LoadedDrafter(drafter, smaller.params, loaded.model)
     found = load_head(folder, loaded.model, loaded.params)
-    if isinstance(found.head, DFlashHead):
-        most = (found.block_size or 0) - 1
+    block, mask = found.block_size, found.mask_token
+    if isinstance(found.head, DFlashHead) and block is not None and mask is not None:
+        most = block - 1
         if max_drafts is not None and max_drafts > most:
             raise ValueError(f"max_drafts is {max_drafts}, but this DFlash head fills blocks of {most} drafts at most")
-        drafter = DFlashDrafter(found.head, most if max_drafts is None else max_drafts, found.mask_token or 0)
+        drafter = DFlashDrafter(found.head, most if max_drafts is None else max_drafts, mask)
     elif isinstance(found.head, EagleHead):
         drafter = EagleDrafter(found.head, _DRAFTS if max_drafts is None else max_drafts)
     else:

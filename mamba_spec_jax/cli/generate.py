@@ -58,11 +58,15 @@ def generate(
 ) -> None:
     """Continue a prompt."""
     method = _method(temperature, top_k, top_p, min_p)
+    if drafter is not None and drafts == 0:
+        raise ValueError("--drafter was given with --drafts 0, which drafts nothing: leave one of them out")
     text = _read_prompt(prompt)
+    if not text:
+        raise ValueError("the prompt is empty: give at least one character to continue")
     loaded, tokenizer = open_model(model, dtype, mode, strategy)
     target, drafting = loaded.model, {}
     if drafter is not None:
-        found = load_drafter(drafter, loaded, max_drafts=drafts or None if isinstance(drafts, int) else None)
+        found = load_drafter(drafter, loaded, max_drafts=drafts if isinstance(drafts, int) else None)
         target, drafting = found.target, {"drafter": found.drafter, "drafter_params": found.params}
     start = time.perf_counter()
     events = stream(

@@ -96,6 +96,11 @@ class HybridModel:
         graphdef, _ = abstract_split(config, policy)
         return cls(config, policy, backend, graphdef, hidden_layers)
 
+    @property
+    def strategy(self) -> CommitStrategy:
+        """What a verify pass keeps for the commit."""
+        return self.backend.decode.linear.strategy  # type: ignore[attr-defined]  # both children are made by `create`
+
     def with_hidden_layers(self, hidden_layers: tuple[int, ...]) -> "HybridModel":
         """The same model, returning the outputs of other layers; its weights are the same too."""
         _check_hidden_layers(hidden_layers, self.config)

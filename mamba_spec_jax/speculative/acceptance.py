@@ -88,7 +88,8 @@ def accept(
 
     Args:
         method: how tokens are chosen (static).
-        logits: `[B, T, V]` of the verify pass; node t scores the token after node t.
+        logits: `[B, T, V]` of the verify pass; node t scores the token after node t. At least one is finite at every
+            real node: NaN is not looked for, and a row of it chooses token 0.
         draft: what was verified; drafts at or past a row's length are never accepted.
         seeds: `[B]` request seeds; `Sampling` only.
         positions: `[B, T]` absolute position of the token emitted at each node, which grows with the node's depth;

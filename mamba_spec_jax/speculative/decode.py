@@ -134,7 +134,7 @@ def speculative_decode_step(
     Raises:
         ValueError: while tracing, if the model's or the drafter's commit was left out, or shapes disagree.
     """
-    require_vocabulary(drafter, model)
+    require_fitting(drafter, model)
     requests = state.requests
     active = state.active
     stops = StopConditions.create() if stops is None else stops
@@ -170,7 +170,7 @@ def speculative_decode_step(
     cache = model.backend.update_mamba_state_after_mtp_verify(
         output.cache, output.record, result.last_correct_step_indices
     )
-    drafter_state = drafter.update(drafter_params, proposal.state, _progress(drafter, draft, output, result))
+    drafter_state = drafter.update(drafter_params, proposal.state, _progress(draft, output, result))
     _require_commits(cache, drafter_state)
     return dataclasses.replace(
         state,
@@ -240,6 +240,11 @@ def decode_until_finished(
 def propose(drafter: Drafter, drafter_params: Any, state: DecodeState, method: Method, num_drafts: int) -> Proposal:
     """What the drafter says next, its shapes checked; nothing for `num_drafts = 0`."""
     B = state.lengths.shape[0]
+    if not 0 <= num_drafts <= drafter.max_drafts:
+        raise ValueError(
+            f"{type(drafter).__name__} was asked for num_drafts={num_drafts}, expected 0..{drafter.max_drafts} "
+            "(its max_drafts)"
+        )
     if num_drafts == 0:
         return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B,), jnp.int32), state.drafter)
     choose = TokenChoice(state.requests.seeds, state.requests.temperature, method)
@@ -276,10 +281,9 @@ def _draft(state: DecodeState, proposal: Proposal, active: RowFlags, limit: Rows
     )
 
 
-def _progress(drafter: Drafter, draft: Draft, output: ModelOutput, result: AcceptResult) -> Progress:
+def _progress(draft: Draft, output: ModelOutput, result: AcceptResult) -> Progress:
     """The accepted path, as a drafter follows it."""
     tokens, hidden = draft.tokens, output.hidden
-    require_hidden(drafter, hidden)
     if result.path is not None:
         path = jnp.maximum(result.path, 0)
         tokens = jnp.take_along_axis(tokens, path, axis=1)
@@ -287,17 +291,13 @@ def _progress(drafter: Drafter, draft: Draft, output: ModelOutput, result: Accep
     return Progress(tokens, result.tokens, hidden, result.accept_lens, ForwardMode.TARGET_VERIFY)
 
 
-def require_hidden(drafter: Drafter, hidden: tuple[Array, ...]) -> None:
-    """Raises ValueError (while tracing) if the target does not return what the drafter reads."""
-    if len(drafter.hidden_layers) > len(hidden):
+def require_fitting(drafter: Drafter, model: SpeculativeModel) -> None:
+    """Raises ValueError (while tracing) if the target does not return what the drafter reads, or has other tokens."""
+    if drafter.hidden_layers and drafter.hidden_layers != model.hidden_layers:
         raise ValueError(
             f"{type(drafter).__name__} reads the target's hidden states of layers {drafter.hidden_layers}, but the "
-            f"target returns those of {len(hidden)} layers: build it with hidden_layers={drafter.hidden_layers}"
+            f"target returns those of {model.hidden_layers}: build it with hidden_layers={drafter.hidden_layers}"
         )
-
-
-def require_vocabulary(drafter: Drafter, model: SpeculativeModel) -> None:
-    """Raises ValueError (while tracing) if the drafter's vocabulary, where it has one, is not the target's in size."""
     vocab_size = getattr(drafter, "vocab_size", None)
     if vocab_size is not None and vocab_size != model.vocab_size:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from mamba_spec_jax.speculative.sampling import Greedy, Method
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
 from mamba_spec_jax.speculative.tree_acceptance import walk_tree
 
+_DEFAULT_DRAFTS = 8  # of prompt lookup
 _JUDGED_DRAFTS = 4  # made in a plain chunk; each costs one `propose`
 
 
@@ -134,12 +136,15 @@ def start_generation(
 
 def resolve_drafting(drafter: Drafter | None, depth: int | str | DepthPolicy | None) -> tuple[Drafter, DepthPolicy]:
     """The drafter and depth policy that `generate`'s arguments stand for."""
-    if isinstance(depth, str) and depth != "auto":
+    if isinstance(depth, bool | float) or (isinstance(depth, str) and depth != "auto"):
         raise ValueError(f"depth is {depth!r}, expected a number of drafts, 'auto' or a depth policy")
-    if isinstance(depth, int) and depth < 0:
-        raise ValueError(f"depth is {depth}, expected at least 0")
+    if isinstance(depth, numbers.Integral):
+        depth = int(depth)
+        if depth < 0:
+            raise ValueError(f"depth is {depth}, expected at least 0")
     if drafter is None:
-        drafter = NgramDrafter(depth if isinstance(depth, int) else 8)
+        fixed = depth if isinstance(depth, int) else getattr(depth, "max_drafts", _DEFAULT_DRAFTS)
+        drafter = NgramDrafter(fixed)
     policy: DepthPolicy
     if depth is None or isinstance(depth, int):
         policy = FixedDepth(drafter.max_drafts if depth is None else depth)

@@ -1,5 +1,6 @@
 """From prompts to a decode state: checks, a cache of the right size, and the prefill."""
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 from mamba_spec_jax.array_types import Rows
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.modes import ForwardMode
-from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics, require_hidden, require_vocabulary
+from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics, require_fitting
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, SpeculativeModel
 from mamba_spec_jax.speculative.stop import StopReason
 
 PREFILL_CHUNK = 256
+_MOST = 2**30  # positions are below it: see `draw_keys`
 
 
 def init_decode(
@@ -47,7 +49,7 @@ def init_decode(
         logprobs: whether to keep each emitted token's log-probability.
         drafter_params: the drafter's weights, if it has any.
     """
-    require_vocabulary(drafter, model)
+    require_fitting(drafter, model)
     lengths = _check_prompts(prompts, model.vocab_size)
     B = len(prompts)
     max_new_rows = _per_row("max_new", max_new, B, np.int32, least=0)
@@ -56,9 +58,7 @@ def init_decode(
     temperature_rows = _per_row("temperature", temperature, B, np.float32, least=0)
     if np.any(min_new_rows > max_new_rows):
         raise ValueError(f"min_new {min_new_rows.tolist()} exceeds max_new {max_new_rows.tolist()}")
-    seed_rows = (np.arange(B) + seeds if isinstance(seeds, int) else _per_row("seeds", seeds, B, np.int64)) % 2**32
-
-    longest = int(np.max(lengths + max_new_rows))
+    longest = int(np.max(lengths.astype(np.int64) + max_new_rows))
     max_len = _next_power_of_two(longest + (max_drafts if drafter.proposes_trees else 0))
     tokens = np.zeros((B, max_len), np.int32)
     for row, prompt in enumerate(prompts):
@@ -81,7 +81,7 @@ def init_decode(
             max_new=jnp.asarray(max_new_rows),
             min_new=jnp.asarray(min_new_rows) if np.any(min_new_rows) else None,
             draft_limit=jnp.asarray(limit_rows),
-            seeds=jnp.asarray(seed_rows.astype(np.uint32)),
+            seeds=jnp.asarray(_seeds(seeds, B)),
             temperature=jnp.asarray(temperature_rows),
         ),
         statistics=Statistics(
@@ -124,7 +124,6 @@ def prefill_prompts(
 def _prefill_chunk(model, params, window, cache, slots, num_tokens, drafter, drafter_params, drafter_state):
     tokens, following = window[:, :-1], window[:, 1:]
     output = model.prefill(params, tokens, cache, slots=slots, num_tokens=num_tokens)
-    require_hidden(drafter, output.hidden)
     progress = Progress(tokens, following, output.hidden, num_tokens, ForwardMode.EXTEND)
     return output.cache, drafter.update(drafter_params, drafter_state, progress)
 
@@ -137,9 +136,11 @@ def _next_power_of_two(n: int) -> int:
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    if not prompts:
+    if len(prompts) == 0:
         raise ValueError("generate got no prompts, expected at least one row")
     for row, prompt in enumerate(prompts):
+        if np.ndim(prompt) == 0:
+            raise ValueError(f"prompt {row} is {prompt!r}, expected a list of token ids for each row: [[1, 2], [3]]")
         if len(prompt) == 0:
             raise ValueError(
                 f"prompt {row} is empty, expected at least one token: start with a beginning-of-text token"
@@ -152,14 +153,22 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndar
     return np.asarray([len(prompt) for prompt in prompts], np.int32)
 
 
-def _per_row(name: str, value: Any, batch: int, dtype: Any, least: float = -np.inf) -> np.ndarray:
+def _seeds(seeds: Any, batch: int) -> np.ndarray:
+    """A seed for each row, modulo 2**32; a single number is counted up from row to row."""
+    rows = np.asarray(seeds, object).reshape(-1).tolist() if np.ndim(seeds) else [seeds + row for row in range(batch)]
+    if len(rows) != batch or not all(isinstance(seed, numbers.Integral) for seed in rows):
+        raise ValueError(f"seeds is {seeds!r}, expected an integer or {batch} of them, one a prompt")
+    return np.asarray([int(seed) % 2**32 for seed in rows], np.uint32)
+
+
+def _per_row(name: str, value: Any, batch: int, dtype: Any, least: float) -> np.ndarray:
     rows = np.asarray(value)
     if rows.ndim > 1 or (rows.ndim == 1 and len(rows) != batch):
         raise ValueError(f"{name} has shape {list(rows.shape)}, expected one value or {batch}, one a prompt")
     if np.issubdtype(dtype, np.integer) and not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(f"{name} is {value!r}, expected integers")
-    if not np.all(np.isfinite(rows)) or (least is not None and np.any(rows < least)):
-        raise ValueError(
-            f"{name} is {value!r}, expected finite values{'' if least is None else f' of at least {least}'}"
-        )
+    if not np.issubdtype(rows.dtype, np.number) or not np.all(np.isfinite(rows)) or np.any(rows < least):
+        raise ValueError(f"{name} is {value!r}, expected finite values of at least {least}")
+    if np.issubdtype(dtype, np.integer) and np.any(rows > _MOST):
+        raise ValueError(f"{name} is {value!r}, expected at most {_MOST}")
     return np.broadcast_to(rows, (batch,)).astype(dtype)

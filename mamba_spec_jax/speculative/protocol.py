@@ -31,6 +31,11 @@ class SpeculativeModel(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers whose outputs every pass returns as `ModelOutput.hidden`."""
+        ...
+
+    @property
     def backend(self) -> CommitBackend: ...
 
     def init_cache(self, slots: int, max_len: int) -> HybridCache:
@@ -165,7 +170,8 @@ class Proposal:
     Attributes:
         tokens: `[B, K]`; columns at or past the row's length are ignored.
         lengths: `[B]` 0..K.
-        probs: `[B, K, V]` float32 the distribution each token was drawn from, None if it was chosen outright.
+        probs: `[B, K, V]` float32 the distribution each token was drawn from, None if it was chosen outright. Noise of
+            the draws is independent of the target's: from `draw_keys` with `Purpose.DRAFT`, not from a `TokenChoice`.
             Siblings of a tree have that of their parent, from which they were drawn without replacement.
         state: the drafter's state after proposing.
         parents: `[B, K + 1]` of the verify tree, whose node 0 is the root and node k + 1 carries token k: see `Draft`.

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from mamba_spec_jax.array_types import Array
 from mamba_spec_jax.models.checkpoint import FLOATS, WeightFiles, locate, open_weights, read_json
+from mamba_spec_jax.models.families.pieces import rope_theta
 from mamba_spec_jax.models.heads.config import HeadConfig
 from mamba_spec_jax.models.heads.dflash import DFlash
 from mamba_spec_jax.models.heads.eagle import Eagle3, MultiTokenPrediction
@@ -72,17 +73,14 @@ def load_head(
     """
     folder = locate(name_or_folder, revision=revision, local_files_only=local_files_only)
     hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
-    architecture = (hf.values.get("architectures") or [None])[0]
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{hf.source}: architectures[0] is {architecture!r}, expected a draft head: {', '.join(ARCHITECTURES)}"
-        )
+    (architecture, *_) = hf.choices("architectures", ARCHITECTURES)
     module, static = ARCHITECTURES[architecture]
     head = static.create(module, read_head_config(hf, target), target.policy)
     embedding, output = _borrowed(target, target_params)
     with open_weights(folder, _DTYPES) as files:
         params = _read(head, module, files, folder)
         if _EMBEDDING in files.shapes:
+            output = embedding.T if output is None else output
             embedding = jnp.asarray(files.read(_EMBEDDING), target.policy.params)
     dflash = hf.nested("dflash_config")
     return LoadedHead(
@@ -100,6 +98,7 @@ def read_head_config(hf: HFConfig, target: HybridModel) -> HeadConfig:
         theirs = hf.integer(key, minimum=1)
         if theirs != ours:
             raise ValueError(f"{hf.source} is a head for another model: its {key} is {theirs}, the target's is {ours}")
+    hf.choice("hidden_act", "silu", ["silu"])
     heads = hf.integer("num_attention_heads", minimum=1)
     depth = len(config.layer_types)
     return HeadConfig(
@@ -112,7 +111,7 @@ def read_head_config(hf: HFConfig, target: HybridModel) -> HeadConfig:
         target_layers=_target_layers(hf, depth),
         num_layers=hf.integer("num_hidden_layers", 1, minimum=1),
         draft_vocab_size=hf.integer("draft_vocab_size", minimum=1) if hf.has("draft_vocab_size") else None,
-        rope_theta=hf.nested("rope_parameters").number("rope_theta", hf.number("rope_theta", 10_000.0), positive=True),
+        rope_theta=rope_theta(hf),
         norm_eps=hf.number("rms_norm_eps", 1e-6, positive=True),
         embedding_multiplier=config.embedding_multiplier,
         logits_divisor=config.logits_divisor,
@@ -176,8 +175,8 @@ def _target_layers(hf: HFConfig, depth: int) -> tuple[int, ...]:
             if not layers or max(layers) >= depth:
                 raise named.refusal(key, f"layers of the target, 0..{depth - 1}")
             return layers
-    if depth < 4:
-        raise ValueError(f"{hf.source} names no layers of the target, and the usual ones need at least 4, not {depth}")
+    if depth < 6:
+        raise ValueError(f"{hf.source} names no layers of the target, and the usual ones need at least 6, not {depth}")
     return (1, depth // 2 - 1, depth - 4)
 
 
@@ -193,6 +192,7 @@ def _read(head: DraftHead, module: HeadModule, files: WeightFiles, folder: Path)
     shapes = {_stored_name(path): _turned_shape(path, leaf.shape) for path, leaf in abstract}
     problems = [f"{name} is missing" for name in shapes if name not in files.shapes]
     problems += [f"{name} is surplus" for name in files.shapes if name not in (*shapes, _EMBEDDING)]
+    shapes[_EMBEDDING] = (head.config.vocab_size, head.config.hidden_size)  # may be stored
     problems += [
         f"{name} is {list(files.shapes[name])}, expected {list(shape)}"
         for name, shape in shapes.items()

@@ -60,6 +60,8 @@ class Eagle3(nnx.Module):
 
     def __init__(self, config: HeadConfig, policy: DTypePolicy, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
+        if config.num_layers != 1:
+            raise ValueError(f"an EAGLE-3 head has one layer, but its configuration says {config.num_layers}")
         D, drafted = config.hidden_size, config.draft_vocab_size or config.vocab_size
         self.fc = nnx.Linear(len(config.target_layers) * D, D, use_bias=False, **options)
         self.midlayer = EagleLayer(config, **options)
@@ -86,6 +88,11 @@ class MultiTokenPrediction(nnx.Module):
 
     def __init__(self, config: HeadConfig, policy: DTypePolicy, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
+        if len(config.target_layers) != 1:
+            raise ValueError(
+                f"multi-token prediction reads one layer of the target, but its configuration names "
+                f"{config.target_layers}"
+            )
         self.config = config
         self.layers = nnx.List([PredictionLayer(config, **options) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, param_dtype=policy.params)

@@ -37,6 +37,10 @@ class DFlashDrafter:
             )
 
     @property
+    def vocab_size(self) -> int:
+        return self.head.config.vocab_size
+
+    @property
     def hidden_layers(self) -> tuple[int, ...]:
         return self.head.config.target_layers
 

@@ -49,6 +49,10 @@ class EagleDrafter:
             raise ValueError(f"EagleDrafter.max_drafts is {self.max_drafts}, expected at least 1")
 
     @property
+    def vocab_size(self) -> int:
+        return self.head.config.vocab_size
+
+    @property
     def hidden_layers(self) -> tuple[int, ...]:
         return self.head.config.target_layers
 

@@ -50,6 +50,10 @@ class EagleTreeDrafter:
             )
 
     @property
+    def vocab_size(self) -> int:
+        return self.head.config.vocab_size
+
+    @property
     def hidden_layers(self) -> tuple[int, ...]:
         return self._chain.hidden_layers
 

@@ -222,6 +222,7 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
     class ForgetfulModel:
         backend = ForgetfulBackend()
         vocab_size = model.vocab_size
+        hidden_layers = ()
         init_cache, prefill, verify = model.init_cache, model.prefill, model.verify
 
     def step(target, drafter):
@@ -244,6 +245,11 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         ({"prompts": [[1], []]}, "prompt 1 is empty, expected at least one token"),
         ({"prompts": [[1, 13]]}, r"prompt 0 has token ids 1..13, expected 0..12"),
         ({"prompts": [[0.5]]}, "prompt 0 is float64"),
+        ({"prompts": [1, 2]}, "prompt 0 is 1, expected a list of token ids for each row"),
+        ({"max_new": 2**40}, "max_new is 1099511627776, expected at most 1073741824"),
+        ({"seeds": [1, 2]}, r"seeds is \[1, 2\], expected an integer or 3 of them"),
+        ({"seeds": 0.5}, "seeds is 0.5, expected an integer or 3 of them"),
+        ({"depth": 2.5}, "depth is 2.5, expected a number of drafts, 'auto' or a depth policy"),
         ({"max_new": [1, 2]}, r"max_new has shape \[2\], expected one value or 3"),
         ({"max_new": -1}, "max_new is -1, expected finite values of at least 0"),
         ({"max_new": 1.5}, "max_new is 1.5, expected integers"),

@@ -59,6 +59,10 @@ class ToyModel:
     def backend(self) -> ToyBackend:
         return ToyBackend()
 
+    @property
+    def hidden_layers(self):
+        return ()
+
     def init_cache(self, slots, max_len):
         spec = PoolSpec(recurrent_layers=1, heads=1, head_dim=1, state=1, conv_width=2, conv_channels=1)
         return HybridCache.create(spec, slots, max_len)

@@ -1,5 +1,6 @@
 """Heads on disk: the published layouts, round trips, and what is refused."""
 
+import dataclasses
 import json
 
 import jax
@@ -95,9 +96,10 @@ def test_an_embedding_of_its_own_goes_before_the_targets(saved):
 def test_without_a_word_on_them_the_usual_layers_are_read(saved):
     folder, _ = saved("eagle3")
     edit(folder, eagle_config=None)
+    deep = ms.HybridModel.create(dataclasses.replace(tiny.MOE, layer_types=("attention",) + ("mamba",) * 7))
     with pytest.raises(ValueError, match=r"fc\.weight is \[12, 24\], expected \[12, 36\]"):
-        load_head(folder, TARGET, PARAMS)  # three layers instead of two
-    with pytest.raises(ValueError, match="names no layers of the target, and the usual ones need at least 4, not 3"):
+        load_head(folder, deep, PARAMS)  # three layers instead of two
+    with pytest.raises(ValueError, match="names no layers of the target, and the usual ones need at least 6, not 3"):
         load_head(folder, ms.HybridModel.create(tiny.DENSE), tiny.random_params(ms.HybridModel.create(tiny.DENSE)))
 
 
@@ -106,13 +108,16 @@ def test_without_a_word_on_them_the_usual_layers_are_read(saved):
     [
         ({"hidden_size": 16}, "a head for another model: its hidden_size is 16, the target's is 12"),
         ({"vocab_size": 32000}, "a head for another model: its vocab_size is 32000, the target's is 29"),
-        ({"architectures": ["LlamaForCausalLM"]}, r"architectures\[0\] is 'LlamaForCausalLM', expected a draft head"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"architectures is \['LlamaForCausalLM'\], expected a list of Llama"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 4]}},
             r"eagle_aux_hidden_state_layer_ids is \[0, 4\], expected layers of the target, 0\.\.3",
         ),
         ({"intermediate_size": 11}, r"midlayer\.mlp\.down_proj\.weight is \[12, 10\], expected \[12, 11\]"),
         ({"draft_vocab_size": 30}, r"draft_vocab_size is 30, expected 1\.\.29"),
+        ({"num_hidden_layers": 2}, "an EAGLE-3 head has one layer, but its configuration says 2"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected one of silu"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type is 'llama3', expected one of default"),
         ({"num_attention_heads": 3}, "num_attention_heads=3 is not a multiple of num_key_value_heads=2"),
     ],
 )
@@ -120,6 +125,14 @@ def test_what_does_not_fit_is_refused(saved, changes, message):
     folder, _ = saved("eagle3")
     edit(folder, **changes)
     with pytest.raises(ValueError, match=message):
+        load_head(folder, TARGET, PARAMS)
+
+
+def test_an_embedding_of_another_size_is_refused(saved):
+    folder, _ = saved("one layer")
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"embed_tokens.weight": np.zeros((5, 12), np.float32)}, path)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is \[5, 12\], expected \[29, 12\]"):
         load_head(folder, TARGET, PARAMS)
 
 
