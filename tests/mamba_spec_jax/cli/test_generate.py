@@ -63,6 +63,14 @@ def test_json_and_stdin(run, folder, expected, monkeypatch, options):
     }  # fmt: skip
 
 
+def test_a_drafter_by_name_changes_nothing_in_the_text(run, folder, expected):
+    """The model drafts for itself: nearly all of its drafts come true."""
+    options = ("--model", folder, "-n", TOKENS, *SAMPLED, "--drafts", 3, "--drafter", folder)
+    report = json.loads(run("generate", PROMPT, "--json", *options)[0])
+    assert report["tokens"] == expected[0]
+    assert report["mean_acceptance_length"] > 3
+
+
 def test_stop_strings_are_not_shown(run, folder, expected):
     _, text = expected
     stop = next(text[at : at + 2] for at in range(4, len(text)) if text[at : at + 2].isalnum())
@@ -77,7 +85,8 @@ def test_what_is_refused(fails, folder, tmp_path, monkeypatch):
     assert "need a --temperature above 0" in fails("generate", PROMPT, *model, "--top-k", 5)
     assert "TopP.p is 0.0, expected" in fails("generate", PROMPT, *model, "-t", 1, "--top-p", 0)
     assert "min_new [9] exceeds max_new [8]" in fails("generate", PROMPT, *model, "-n", 8, "--min-new-tokens", 9)
-    assert "prompt 0 is empty" in fails("generate", "", *model)
+    assert "the prompt is empty: give at least one character" in fails("generate", "", *model)
+    assert "--drafter was given with --drafts 0" in fails("generate", PROMPT, *model, "--drafter", "x", "--drafts", 0)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     assert fails("generate", PROMPT, "--model", tmp_path).startswith(f"{tmp_path} has no tokenizer.json")

@@ -10,6 +10,7 @@ import scipy.special
 import mamba_spec_jax as ms
 from mamba_spec_jax.speculative import generate as driver
 from mamba_spec_jax.speculative.generate import collect, decode_chunks, resolve_drafting
+from mamba_spec_jax.speculative.prompts import _seeds
 
 CONFIG = ms.HybridConfig(
     model_type="granitemoehybrid",
@@ -287,6 +288,12 @@ def test_while_loop_form_gives_the_same(model, params, plain):
     while state.active.any():
         state = some_steps(state)
     assert collect(state).tokens == plain
+
+
+def test_a_single_seed_is_counted_up_whatever_integer_it_is():
+    for seed in (7, np.int64(7), np.uint8(7), 7 + 2**40):
+        assert _seeds(seed, 3).tolist() == [7, 8, 9]
+    assert _seeds([2**70 + 1, -1, np.int32(5)], 3).tolist() == [1, 2**32 - 1, 5]
 
 
 class JudgedOnly:
