@@ -44,12 +44,15 @@ class Timing:
     Attributes:
         generation: what came out.
         seconds: from the first step to the last, prefill not counted; the shortest of the repeats.
-        steps: how many ran.
     """
 
     generation: Generation
     seconds: float
-    steps: int
+
+    @property
+    def steps(self) -> int:
+        """How many there were until the last row had finished."""
+        return int(self.generation.statistics.passes.max())
 
     @property
     def tokens_per_second(self) -> float:
@@ -137,9 +140,9 @@ class Bench:
     def _run(self, scenario: Scenario, depth: int | str) -> Timing:
         state = jax.block_until_ready(self._prefill(scenario, depth))
         start = time.perf_counter()
-        state, steps = self._decode(scenario, depth, state)
+        state = self._decode(scenario, depth, state)
         seconds = time.perf_counter() - start
-        return Timing(collect(state), seconds, steps)
+        return Timing(collect(state), seconds)
 
     def _prefill(self, scenario: Scenario, depth: int | str) -> DecodeState:
         prompts = [self._tokenizer.encode(text).ids for text in demo_prompts(scenario.kind, scenario.batch)]
@@ -155,12 +158,12 @@ class Bench:
             temperature=scenario.temperature,
         )
 
-    def _decode(self, scenario: Scenario, depth: int | str, state: DecodeState) -> tuple[DecodeState, int]:
+    def _decode(self, scenario: Scenario, depth: int | str, state: DecodeState) -> DecodeState:
         drafter, policy = resolve_drafting(None, depth)
-        model, params, steps = self._loaded.model, self._loaded.params, 0
+        model, params = self._loaded.model, self._loaded.params
         for newest, _ in decode_chunks(model, params, state, drafter, _method(scenario), None, policy, _CHUNK_STEPS):
-            state, steps = newest, steps + _CHUNK_STEPS
-        return jax.block_until_ready(state), steps
+            state = newest
+        return jax.block_until_ready(state)
 
 
 def _method(scenario: Scenario) -> Greedy | Sampling:

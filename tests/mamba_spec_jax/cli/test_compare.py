@@ -20,16 +20,16 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 SMALL = ("-n", 8, "--repeats", 1, "--batch", 2, "--drafts", 3)
 
 
-def timing(rows, histogram, seconds, steps):
+def timing(rows, histogram, seconds):
     statistics = Statistics(
         passes=np.asarray(histogram).sum(axis=1), drafted=np.zeros(len(rows)), histogram=np.asarray(histogram)
     )
-    return Timing(Generation(rows, [StopReason.MAX_NEW] * len(rows), statistics), seconds, steps)
+    return Timing(Generation(rows, [StopReason.MAX_NEW] * len(rows), statistics), seconds)
 
 
-PLAIN = timing([[1, 2, 3], [4, 5, 6]], [[3], [3]], seconds=3.0, steps=3)
-SAME = timing([[1, 2, 3], [4, 5, 6]], [[0, 0, 1], [1, 1, 0]], seconds=2.0, steps=2)
-OTHER = timing([[1, 2, 3], [4, 7, 6]], [[0, 0, 1], [1, 1, 0]], seconds=2.0, steps=1)
+PLAIN = timing([[1, 2, 3], [4, 5, 6]], [[3], [3]], seconds=3.0)
+SAME = timing([[1, 2, 3], [4, 5, 6]], [[0, 0, 1], [1, 1, 0]], seconds=2.0)
+OTHER = timing([[1, 2, 3], [4, 7, 6]], [[0, 0, 1], [0, 0, 1]], seconds=2.0)
 SCENARIO = Scenario(PromptKind.EDIT, 2, 0.7)
 
 
@@ -57,10 +57,13 @@ def test_tables_fit_into_80_columns():
     rows = [line.split() for line in speeds if line.lstrip().startswith("edit")]
     assert rows == [
         ["edit", "2", "temp", "0.7", "2.00", "1.00", "2", "3", "1.50x", "yes"],
-        ["edit", "2", "temp", "0.7", "2.00", "2.00", "2", "3", "1.50x", "1/2"],
+        ["edit", "2", "temp", "0.7", "3.00", "2.00", "2", "3", "1.50x", "1/2"],
     ]
     shares = printed(histogram_table(comparisons)).splitlines()
-    assert [line.split()[4:] for line in shares if line.lstrip().startswith("edit")] == [["33", "33", "33"]] * 2
+    assert [line.split()[4:] for line in shares if line.lstrip().startswith("edit")] == [
+        ["33", "33", "33"],
+        ["·", "·", "100"],
+    ]
     assert "…" not in "".join(speeds + shares)
 
 
