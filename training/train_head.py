@@ -29,7 +29,7 @@ from training.corpus import DOCUMENT_END_ID, load_corpus
 from training.data import Mix
 from training.export import read_folder
 from training.head_losses import autoregressive_loss, block_loss
-from training.model import TinyConfig, hidden_states, logits_of
+from training.model import Params, TinyConfig, hidden_states, logits_of
 from training.train_tiny import learning_rate, save_checkpoint
 
 ROWS, TOKENS = 4, 256
@@ -68,14 +68,20 @@ def head_config(kind: Kind, target: TinyConfig) -> HeadConfig:
     )
 
 
-def create_head(kind: Kind, config: HeadConfig, stream: np.ndarray, seed: int) -> nnx.Module:
-    """A head with random weights; EAGLE-3's can propose the tokens that are frequent in `stream`."""
+def create_head(kind: Kind, config: HeadConfig, target: Params, stream: np.ndarray, seed: int) -> nnx.Module:
+    """A head with random weights.
+
+    EAGLE-3's can propose the tokens that are frequent in `stream`. Its norm and its output projection, which the other
+    kinds borrow of the target, begin as the target's.
+    """
     head = kind.module(config, DTypePolicy(), nnx.Rngs(seed))
     if isinstance(head, Eagle3):
         counts = np.bincount(stream, minlength=config.vocab_size)
         frequent = np.sort(np.argsort(-counts, kind="stable")[: config.draft_vocab_size])
         head.d2t[...] = jnp.asarray(frequent - np.arange(frequent.size), jnp.int32)
         head.t2d[...] = jnp.asarray(np.isin(np.arange(config.vocab_size), frequent))
+        head.norm.weight[...] = jnp.array(target["model.norm.weight"])  # a copy: training donates it
+        head.lm_head.kernel[...] = target["model.embed_tokens.weight"][frequent].T / config.logits_divisor
     return head
 
 
@@ -133,7 +139,7 @@ def main() -> None:
     target_config, target, _ = read_folder(TINY)
     config = head_config(kind, target_config)
     mix = Mix(load_corpus(), Tokenizer.from_file(str(TINY / "tokenizer.json")), options.seed)
-    head = create_head(kind, config, mix.stream, options.seed)
+    head = create_head(kind, config, target, mix.stream, options.seed)
     graphdef, params, rest = nnx.split(head, nnx.Param, ...)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.98))
     first, state = 0, optimizer.init(params)
