@@ -101,15 +101,16 @@ class DraftHead:
 
     def logits(self, params: Any, hidden: Hidden) -> Array:
         """`[..., V]` float32 of the token after each hidden state; -inf for tokens the head cannot propose."""
-        output = params["embedding"].T if params["output"] is None else params["output"]
+        borrowed = _bound(params)
+        output = borrowed["embedding"].T if borrowed["output"] is None else borrowed["output"]
         return self._module(params).logits(hidden, output.astype(self.policy.activations))
 
     def _embed(self, params: Any, tokens: Tokens) -> Hidden:
-        embedded = params["embedding"][jnp.maximum(tokens, 0)].astype(self.policy.activations)
+        embedded = _bound(params)["embedding"][jnp.maximum(tokens, 0)].astype(self.policy.activations)
         return embedded * self.config.embedding_multiplier
 
     def _module(self, params: Any) -> Any:
-        return nnx.merge(self.graphdef, params["head"])
+        return nnx.merge(self.graphdef, _bound(params)["head"])
 
 
 class EagleHead(DraftHead):
@@ -180,6 +181,12 @@ class DFlashHead(DraftHead):
             x = layer(x, batch.positions, mixed)
             kv = mixed.kv
         return x, dataclasses.replace(cache, kv=kv)
+
+
+def _bound(params: Any) -> dict[str, Any]:
+    if params is None:
+        raise ValueError("a draft head got no weights: pass what load_drafter, or bind, returned as drafter_params")
+    return params
 
 
 class _Attention:
