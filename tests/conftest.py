@@ -19,6 +19,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 MOST_PROCESSES = 4  # each holds a compiler and its programs: one to two GB
 # Files that take longest start first, so that no process works on one of them while the others have nothing left.
 LONGEST_FIRST = (
+    "test_drafters.py",
     "test_lossless.py",
     "test_goldens.py",
     "test_quickstart.py",
