@@ -1,6 +1,6 @@
 """Trains a draft head on the bundled model's hidden states: `python -m training.train_head eagle3 --steps 1500`.
 
-The target is frozen; its distributions are the labels. Resumes from the run's folder when there is one; the learning
+The target is frozen; its distributions are the labels, on the corpus and, as often, on text that it wrote itself. Resumes from the run's folder when there is one; the learning
 rate depends on the step and on `--steps` alone, so a run that must end early is resumed with a smaller `--steps`.
 `--export FOLDER` writes the head there at every checkpoint, in the layout of published ones.
 """
@@ -30,10 +30,12 @@ from training.data import Mix
 from training.export import read_folder
 from training.head_losses import autoregressive_loss, block_loss
 from training.model import Params, TinyConfig, hidden_states, logits_of
+from training.self_text import self_text
 from training.train_tiny import learning_rate, save_checkpoint
 
-ROWS, TOKENS = 4, 256
-BLOCKS, BLOCK_TOKENS = 12, 8
+ROWS, OWN_ROWS, TOKENS = 4, 2, 256  # of a batch, and those among them that the target wrote
+SELF_TEXT_ROWS = 3072
+BLOCKS, BLOCK_TOKENS = 32, 8
 DRAFT_STEPS = 4
 DRAFT_VOCABULARY = 768  # of EAGLE-3's head: the most frequent tokens
 
@@ -71,16 +73,16 @@ def head_config(kind: Kind, target: TinyConfig) -> HeadConfig:
 def create_head(kind: Kind, config: HeadConfig, target: Params, stream: np.ndarray, seed: int) -> nnx.Module:
     """A head with random weights.
 
-    EAGLE-3's can propose the tokens that are frequent in `stream`. Its norm and its output projection, which the other
-    kinds borrow of the target, begin as the target's.
+    EAGLE-3's can propose the tokens that are frequent in `stream`. The last norm begins as the target's, and so does the
+    output projection, which kinds other than EAGLE-3 borrow.
     """
     head = kind.module(config, DTypePolicy(), nnx.Rngs(seed))
+    head.norm.weight[...] = jnp.array(target["model.norm.weight"])  # a copy: training donates it
     if isinstance(head, Eagle3):
         counts = np.bincount(stream, minlength=config.vocab_size)
         frequent = np.sort(np.argsort(-counts, kind="stable")[: config.draft_vocab_size])
         head.d2t[...] = jnp.asarray(frequent - np.arange(frequent.size), jnp.int32)
         head.t2d[...] = jnp.asarray(np.isin(np.arange(config.vocab_size), frequent))
-        head.norm.weight[...] = jnp.array(target["model.norm.weight"])  # a copy: training donates it
         head.lm_head.kernel[...] = target["model.embed_tokens.weight"][frequent].T / config.logits_divisor
     return head
 
@@ -140,6 +142,7 @@ def main() -> None:
     config = head_config(kind, target_config)
     mix = Mix(load_corpus(), Tokenizer.from_file(str(TINY / "tokenizer.json")), options.seed)
     head = create_head(kind, config, target, mix.stream, options.seed)
+    own_text = self_text(run / "self_text.npy", mix, SELF_TEXT_ROWS, TOKENS, options.seed)
     graphdef, params, rest = nnx.split(head, nnx.Param, ...)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.98))
     first, state = 0, optimizer.init(params)
@@ -153,7 +156,9 @@ def main() -> None:
     bar = tqdm(range(first, options.steps), initial=first, total=options.steps, mininterval=5.0)
     recent: list[jax.Array] = []
     for step in bar:
-        rows, _ = mix.batch(step, ROWS, TOKENS)
+        rows, _ = mix.batch(step, ROWS - OWN_ROWS, TOKENS)
+        own = own_text[np.random.default_rng((options.seed, step)).integers(len(own_text), size=OWN_ROWS)]
+        rows = np.concatenate([rows, own])
         rate = learning_rate(options.learning_rate, step, options.steps)
         params, state, loss = train_step(params, state, target, rows, jax.random.key(step), rate)
         recent.append(loss)
