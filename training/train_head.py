@@ -1,8 +1,9 @@
 """Trains a draft head on the bundled model's hidden states: `python -m training.train_head eagle3 --steps 1500`.
 
-The target is frozen; its distributions are the labels, on the corpus and, as often, on text that it wrote itself. Resumes from the run's folder when there is one; the learning
-rate depends on the step and on `--steps` alone, so a run that must end early is resumed with a smaller `--steps`.
-`--export FOLDER` writes the head there at every checkpoint, in the layout of published ones.
+The target is frozen; its distributions are the labels, on the corpus and, as often, on text that it wrote itself.
+Resumes from the run's folder when there is one; the learning rate depends on the step and on `--steps` alone, so a run
+that must end early is resumed with a smaller `--steps`. `--export FOLDER` writes the head there at every checkpoint, in
+the layout of published ones.
 """
 
 import argparse
@@ -73,8 +74,8 @@ def head_config(kind: Kind, target: TinyConfig) -> HeadConfig:
 def create_head(kind: Kind, config: HeadConfig, target: Params, stream: np.ndarray, seed: int) -> nnx.Module:
     """A head with random weights.
 
-    EAGLE-3's can propose the tokens that are frequent in `stream`. The last norm begins as the target's, and so does the
-    output projection, which kinds other than EAGLE-3 borrow.
+    EAGLE-3's can propose the tokens that are frequent in `stream`. The last norm begins as the target's, and so does
+    the output projection, which kinds other than EAGLE-3 borrow.
     """
     head = kind.module(config, DTypePolicy(), nnx.Rngs(seed))
     head.norm.weight[...] = jnp.array(target["model.norm.weight"])  # a copy: training donates it
