@@ -35,7 +35,30 @@ class CommitStrategy(enum.Enum):
     """What a verify pass keeps so that the commit can reach the accepted prefix."""
 
     SNAPSHOT = "snapshot"  # a state per token; the commit scatters the winner into the pool
-    REPLAY = "replay"  # the inputs; the commit folds the accepted prefix into the pool
+    REPLAY = "replay"  # the inputs, in a ring behind the state; the commit counts how many hold
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayRing:
+    """How much REPLAY's ring of inputs holds of a slot.
+
+    A pass folds the ring into the state once the next pass might not fit behind it; the longer the ring, the rarer, and
+    the more there is to compute again in every pass.
+
+    Attributes:
+        length: Q, tokens it holds; at least two windows.
+        window: the most tokens of one verify pass, root included.
+    """
+
+    length: int = 48
+    window: int = 17
+
+    def __post_init__(self):
+        if self.window < 1 or self.length < 2 * self.window:
+            raise ValueError(
+                f"ReplayRing(length={self.length}, window={self.window}) is too short: it has to hold two windows, "
+                f"expected a length of at least {2 * max(self.window, 1)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

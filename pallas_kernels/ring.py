@@ -46,10 +46,16 @@ def rows_of(values: jax.Array, slots: jax.Array) -> jax.Array:
     return values.at[index].get(mode="fill", fill_value=0)
 
 
+def read_tokens(ring: Ring, layer: int | jax.Array, slots: jax.Array, offsets: jax.Array) -> Any:
+    """Inputs of one layer that lie `offsets [B, n]` behind the start of each row's history: `[B, n, *x]`."""
+    at = _entries(ring, slots, offsets)
+    return jax.tree.map(lambda leaf: leaf.at[layer, jnp.maximum(slots, 0)[:, None], at].get(mode="clip"), ring.inputs)
+
+
 def read_history(ring: Ring, layer: int, slots: jax.Array) -> Any:
     """The history of each row in one layer, oldest first: a pytree of `[B, Q, *x]`, with anything behind its count."""
-    at = _entries(ring, slots, jnp.arange(ring.length, dtype=jnp.int32)[None])
-    return jax.tree.map(lambda leaf: leaf.at[layer, jnp.maximum(slots, 0)[:, None], at].get(mode="clip"), ring.inputs)
+    in_order = jnp.arange(ring.length, dtype=jnp.int32)[None]
+    return read_tokens(ring, layer, slots, in_order)
 
 
 def write_tokens(ring: Ring, layer: int, slots: jax.Array, tokens: Any) -> Ring:
@@ -62,6 +68,43 @@ def write_tokens(ring: Ring, layer: int, slots: jax.Array, tokens: Any) -> Ring:
             lambda leaf, new: leaf.at[layer, slot, at].set(new.astype(leaf.dtype), mode="drop"), ring.inputs, tokens
         )
     )
+
+
+def accept_path(ring: Ring, slots: jax.Array, path: jax.Array) -> Ring:
+    """The inputs of an accepted path of a draft tree, moved up behind the history in every layer; counts stay.
+
+    Node `path[b, d]` of the pass goes to where node d is; -1 stands behind the path, and moves nothing.
+    """
+    S = ring.starts.shape[0]
+    history = rows_of(ring.counts, slots)[:, None]
+    depth = jnp.arange(path.shape[1], dtype=jnp.int32)
+    source, target = (_entries(ring, slots, history + node) for node in (jnp.maximum(path, 0), depth))
+    from_slot = jnp.maximum(slots, 0)[:, None]
+    to_slot = jnp.where((slots >= 0)[:, None] & (path >= 0) & (path != depth), slots[:, None], S)
+
+    def move(leaf):
+        # Read into a buffer of its own: the scatter would otherwise read what it has already written over.
+        tokens = jax.lax.optimization_barrier(leaf.at[:, from_slot, source].get(mode="clip"))
+        return leaf.at[:, to_slot, target].set(tokens, mode="drop")
+
+    return ring._replace(inputs=jax.tree.map(move, ring.inputs))
+
+
+def extend(ring: Ring, slots: jax.Array, folded: jax.Array, accepted: jax.Array) -> Ring:
+    """Drops the history of the rows that a pass has `folded`, and adds the first `accepted[b]` inputs of that pass."""
+    index = jnp.where(slots >= 0, slots, ring.starts.shape[0])
+    history = rows_of(ring.counts, slots)
+    starts = (rows_of(ring.starts, slots) + jnp.where(folded, history, 0)) % ring.length
+    counts = jnp.where(folded, 0, history) + accepted
+    return ring._replace(
+        starts=ring.starts.at[index].set(starts, mode="drop"), counts=ring.counts.at[index].set(counts, mode="drop")
+    )
+
+
+def clear(ring: Ring, slots: jax.Array) -> Ring:
+    """Forgets the history of `slots`; what is out of range is ignored."""
+    index = jnp.where(slots >= 0, slots, ring.starts.shape[0])
+    return ring._replace(counts=ring.counts.at[index].set(0, mode="drop"))
 
 
 def _entries(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:

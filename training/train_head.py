@@ -36,7 +36,7 @@ from training.train_tiny import learning_rate, save_checkpoint
 
 ROWS, OWN_ROWS, TOKENS = 4, 2, 256  # of a batch, and those among them that the target wrote
 SELF_TEXT_ROWS = 3072
-BLOCKS, BLOCK_TOKENS = 32, 8
+BLOCKS, BLOCK_TOKENS = 64, 8
 DRAFT_STEPS = 4
 DRAFT_VOCABULARY = 768  # of EAGLE-3's head: the most frequent tokens
 

@@ -97,7 +97,7 @@ class AttentionBackend(Protocol):
     @property
     def pool_spec(self) -> PoolSpec: ...
 
-    def init_record(self, batch: ForwardBatch, dtype) -> VerifyRecord | None:
+    def init_record(self, batch: ForwardBatch) -> VerifyRecord | None:
         """Room for what the pass must remember; None where nothing is left to a commit."""
         ...
 

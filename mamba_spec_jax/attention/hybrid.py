@@ -71,8 +71,8 @@ class HybridAttnBackend:
             return self.decode
         return self.prefill
 
-    def init_record(self, batch: ForwardBatch, dtype) -> VerifyRecord | None:
-        return self.select(batch.mode).init_record(batch, dtype)
+    def init_record(self, batch: ForwardBatch) -> VerifyRecord | None:
+        return self.select(batch.mode).init_record(batch)
 
     def forward(
         self, layer_id: int, inputs: object, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch

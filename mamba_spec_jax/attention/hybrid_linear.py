@@ -1,6 +1,7 @@
 """The backend of a hybrid model: each layer goes to full attention or to the recurrence, and the commit lives here."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from mamba_spec_jax.array_types import Array, Rows
 from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
-from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs
+from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, advance_lengths, gather_lengths
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.tree import path_to
@@ -34,7 +35,7 @@ class HybridLinearAttnBackend:
     num_layers: int
     full_attn_layers: tuple[int, ...]
     full: FullAttention
-    linear: Mamba2
+    linear: Recurrence
     pool_spec: PoolSpec
     linear_attn_layers: tuple[int, ...] = None  # type: ignore[assignment]  # filled in below
 
@@ -57,20 +58,24 @@ class HybridLinearAttnBackend:
                 raise ValueError(
                     f"pool_spec.{name} is {getattr(spec, name)}, expected {value} from this backend's layers"
                 )
+        if (spec.ring.size if spec.ring else None) != linear.ring_size:
+            raise ValueError(
+                f"pool_spec.ring is {spec.ring}, expected one of size {linear.ring_size} for {linear.strategy.name}"
+            )
 
     def __str__(self) -> str:
         return f"HybridLinearAttnBackend({self.linear.verify.name} form, {self.linear.strategy.name})"
 
-    def init_record(self, batch: ForwardBatch, dtype) -> VerifyRecord | None:
+    def init_record(self, batch: ForwardBatch) -> VerifyRecord | None:
         """Room for what a verify pass leaves to the commit; None for passes that advance the state themselves."""
         if not batch.mode.defers_state:
             return None
-        return self.linear.init_record(batch, self.pool_spec, self._owner(batch.mode), dtype)
+        return self.linear.init_record(batch, self.pool_spec, self._owner(batch.mode))
 
     def forward(
         self,
         layer_id: int,
-        inputs: AttentionInputs | Mamba2Inputs,
+        inputs: Any,
         cache: HybridCache,
         record: VerifyRecord | None,
         batch: ForwardBatch,
@@ -79,7 +84,7 @@ class HybridLinearAttnBackend:
 
         Args:
             layer_id: which layer of the model.
-            inputs: `AttentionInputs` for full attention, `Mamba2Inputs` for the recurrence.
+            inputs: `AttentionInputs` for full attention, the recurrence's own for the others.
             cache: may be donated by the caller's jit.
             record: from `init_record`, threaded through the layers.
             batch: the pass.
@@ -152,10 +157,18 @@ class HybridLinearAttnBackend:
         lengths = advance_lengths(cache, record.slots, counts)
         return dataclasses.replace(cache, mamba=pool, kv=kv, lengths=lengths, awaiting_commit=False)
 
+    def materialize(self, cache: HybridCache, slots: Rows) -> HybridCache:
+        """Folds what REPLAY keeps of `slots [B]` into `cache.mamba.ssm`, for whoever reads or exports it; -1: none.
+
+        What the slots hold stays the same, and under SNAPSHOT there is nothing to do. Donate the cache.
+        """
+        cache.require_committed("materialize")
+        return dataclasses.replace(cache, mamba=self.linear.materialize(cache.mamba, slots))
+
     def _check_inputs(self, layer_id: int, inputs: object) -> None:
         routes = (
             ("full-attention", AttentionInputs, self.full_attn_layers),
-            ("recurrent", Mamba2Inputs, self.linear_attn_layers),
+            ("recurrent", self.linear.inputs_type, self.linear_attn_layers),
         )
         kinds = [kind for kind, _, layers in routes if layer_id in layers]
         expected = [inputs_type for _, inputs_type, layers in routes if layer_id in layers]
@@ -165,10 +178,12 @@ class HybridLinearAttnBackend:
                 f"expected {' or '.join(each.__name__ for each in expected) or 'not to mix tokens'}"
             )
 
-    def _idle_output(self, inputs: AttentionInputs | Mamba2Inputs) -> Array:
+    def _idle_output(self, inputs: Any) -> Array:
         if isinstance(inputs, AttentionInputs):
             return jnp.zeros_like(inputs.query)
-        return jnp.zeros((*inputs.dt.shape, self.linear.head_dim), inputs.xBC.dtype)
+        return jnp.zeros(
+            (*inputs.conv_inputs.shape[:2], self.linear.heads, self.linear.head_dim), inputs.conv_inputs.dtype
+        )
 
     def _owner(self, mode: ForwardMode) -> RecordSpec:
         return RecordSpec(backend=self, mode=mode, strategy=self.linear.strategy)

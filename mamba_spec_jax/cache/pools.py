@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import flax.struct
 import jax
@@ -10,8 +11,39 @@ import numpy as np
 
 from mamba_spec_jax.array_types import ConvPool, Int32, KVBuffer, Rows, SSMPool
 from mamba_spec_jax.cache.memory import require_fits
+from mamba_spec_jax.modes import ReplayRing
+from pallas_kernels.ring import Ring
 
 _FLOAT32 = np.dtype(np.float32)
+
+LeafSpec = tuple[str, tuple[int, ...], np.dtype]  # name, shape and dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class RingSpec:
+    """The ring of inputs that REPLAY keeps behind every state.
+
+    Attributes:
+        size: how many tokens.
+        inputs: name, shape and dtype of each input of a token in one layer.
+        constants: the same of what of a layer's weights it takes to fold them.
+    """
+
+    size: ReplayRing
+    inputs: tuple[LeafSpec, ...]
+    constants: tuple[LeafSpec, ...] = ()
+
+    def bytes(self, layers: int, slots: int) -> int:
+        per_token = sum(math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in self.inputs)
+        return layers * slots * self.size.length * per_token
+
+    def zero_inputs(self, layers: int, slots: int) -> dict[str, jax.Array]:
+        """`[L, S, Q, *x]` of each input."""
+        return {name: jnp.zeros((layers, slots, self.size.length, *shape), dtype) for name, shape, dtype in self.inputs}
+
+    def zero_constants(self, layers: int) -> dict[str, jax.Array]:
+        """`[L, *x]` of each constant."""
+        return {name: jnp.zeros((layers, *shape), dtype) for name, shape, dtype in self.constants}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +57,7 @@ class PoolSpec:
         attention_layers: layers with keys and values.
         kv_heads, kv_head_dim: Hkv, Dh.
         ssm_dtype, conv_dtype, kv_dtype: storage dtypes.
+        ring: what REPLAY keeps behind every state, None under SNAPSHOT.
     """
 
     recurrent_layers: int
@@ -39,6 +72,7 @@ class PoolSpec:
     ssm_dtype: np.dtype = _FLOAT32
     conv_dtype: np.dtype = _FLOAT32
     kv_dtype: np.dtype = _FLOAT32
+    ring: RingSpec | None = None
 
     def __post_init__(self):
         for name in ("ssm_dtype", "conv_dtype", "kv_dtype"):
@@ -61,6 +95,9 @@ class PoolSpec:
     def conv_bytes(self, slots: int = 1) -> int:
         return math.prod(self.conv_shape(slots)) * self.conv_dtype.itemsize
 
+    def ring_bytes(self, slots: int = 1) -> int:
+        return 0 if self.ring is None else self.ring.bytes(self.recurrent_layers, slots)
+
     def kv_bytes(self, slots: int, max_len: int) -> int:
         return 2 * self.attention_layers * math.prod(self.kv_shape(slots, max_len)) * self.kv_dtype.itemsize
 
@@ -72,10 +109,14 @@ class MambaPool:
     Attributes:
         ssm: `[L, S, H, P, N]` states.
         conv: `[L, S, W-1, C]` last inputs of the depthwise convolution, oldest first.
+        ring: under REPLAY, the inputs since the states in `ssm`: what a slot holds is its state with them folded in.
+        constants: of every layer's weights, what it takes to fold them: as of the last commit.
     """
 
     ssm: SSMPool
     conv: ConvPool
+    ring: Ring | None = None
+    constants: dict[str, jax.Array] | None = None
 
 
 @flax.struct.dataclass
@@ -118,6 +159,7 @@ class HybridCache:
         parts = {
             "ssm": spec.ssm_bytes(slots),
             "conv": spec.conv_bytes(slots),
+            "replay ring": spec.ring_bytes(slots),
             "keys and values": spec.kv_bytes(slots, max_len),
         }
         remedy = "fewer slots, a shorter max_len or smaller dtypes"
@@ -129,6 +171,7 @@ class HybridCache:
         mamba = MambaPool(
             ssm=jnp.zeros(spec.ssm_shape(slots), spec.ssm_dtype),
             conv=jnp.zeros(spec.conv_shape(slots), spec.conv_dtype),
+            **({} if spec.ring is None else _empty_ring(spec.ring, spec.recurrent_layers, slots)),
         )
         return cls(mamba, KVCache(keys, values), jnp.zeros((slots,), jnp.int32), max_len)
 
@@ -158,3 +201,9 @@ def advance_lengths(cache: HybridCache, slots: Rows, counts: Rows) -> Int32[jax.
 def slot_index(slots: Rows, num_slots: int) -> Rows:
     """Slots with everything out of range moved past the end, where JAX drops writes (-1 would wrap around)."""
     return jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)
+
+
+def _empty_ring(spec: RingSpec, layers: int, slots: int) -> dict[str, Any]:
+    empty = jnp.zeros((slots,), jnp.int32)
+    ring = Ring(spec.zero_inputs(layers, slots), starts=empty, counts=jnp.copy(empty))  # each can be donated
+    return {"ring": ring, "constants": spec.zero_constants(layers)}

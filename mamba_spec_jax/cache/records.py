@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable
+from typing import Any
 
 import flax.struct
 import jax
@@ -63,7 +64,8 @@ class VerifyRecord:
     Attributes:
         slots: `[B]` cache slot of each row, -1 for padding.
         num_tokens: `[B]` tokens that were real in each row; later nodes cannot be committed.
-        recurrent: what the strategy keeps. SNAPSHOT: `[L, B, T, H, P, N]` states. REPLAY: the backend's inputs.
+        recurrent: what the strategy keeps. SNAPSHOT: `[L, B, T, H, P, N]` states. REPLAY, which has the inputs in the
+            pool's ring: what of every layer's weights it takes to fold them.
         conv_inputs: `[L, B, T, C]` raw convolution inputs.
         spec: who made it (static).
         parents: `[B, T]` of the verified tree, None for a chain.
@@ -71,7 +73,7 @@ class VerifyRecord:
 
     slots: Rows
     num_tokens: Rows
-    recurrent: object
+    recurrent: Any
     conv_inputs: Float[jax.Array, "L B T C"]
     spec: RecordSpec = flax.struct.field(pytree_node=False)
     parents: Parents | None = None

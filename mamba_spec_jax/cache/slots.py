@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Rows, Tokens
-from mamba_spec_jax.cache.pools import HybridCache, MambaPool, slot_index
+from mamba_spec_jax.cache.pools import HybridCache, slot_index
+from pallas_kernels.ring import clear
 
 
 class SlotAllocator:
@@ -51,9 +52,12 @@ def reset_slots(cache: HybridCache, slots: Rows) -> HybridCache:
     """
     cache.require_committed("reset_slots")
     index = slot_index(slots, cache.slots)
-    mamba = MambaPool(
+    ring = cache.mamba.ring
+    mamba = dataclasses.replace(
+        cache.mamba,
         ssm=cache.mamba.ssm.at[:, index].set(0, mode="drop"),
         conv=cache.mamba.conv.at[:, index].set(0, mode="drop"),
+        ring=None if ring is None else clear(ring, slots),
     )
     return dataclasses.replace(cache, mamba=mamba, lengths=cache.lengths.at[index].set(0, mode="drop"))
 

@@ -3,10 +3,13 @@
 import dataclasses
 import math
 
-from mamba_spec_jax.cache.pools import PoolSpec
+from mamba_spec_jax.attention.mamba2 import Mamba2
+from mamba_spec_jax.attention.recurrence import Recurrence
+from mamba_spec_jax.cache.pools import PoolSpec, RingSpec
 from mamba_spec_jax.layers.mlp import ACTIVATIONS
 from mamba_spec_jax.layers.routing import SigmoidRouting
-from mamba_spec_jax.modes import DTypePolicy
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ReplayRing, SpeculativeMode
+from pallas_kernels.dispatch import Implementation
 
 _ATTENDS = ("attention", "parallel", "shared")
 _RECURS = ("mamba", "parallel", "shared")
@@ -202,7 +205,29 @@ class HybridConfig:
     def conv_channels(self) -> int:
         return self.mamba_inner + 2 * self.mamba_groups * self.mamba_state
 
-    def pool_spec(self, policy: DTypePolicy) -> PoolSpec:
+    def recurrence(
+        self,
+        verify: SpeculativeMode = SpeculativeMode.DECODE,
+        strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
+        replay: ReplayRing = ReplayRing(),  # noqa: B008, frozen
+        implementation: Implementation | None = None,
+    ) -> Recurrence:
+        """The backend of the recurrent layers."""
+        return Mamba2(
+            heads=self.mamba_heads,
+            head_dim=self.mamba_head_dim,
+            state=self.mamba_state,
+            groups=self.mamba_groups,
+            conv_width=self.mamba_conv_width,
+            chunk_size=self.mamba_chunk_size,
+            dt_limits=self.time_step_limit,
+            verify=verify,
+            strategy=strategy,
+            replay=replay,
+            implementation=implementation,
+        )
+
+    def pool_spec(self, policy: DTypePolicy, ring: RingSpec | None = None) -> PoolSpec:
         """What a cache slot of this model holds."""
         return PoolSpec(
             recurrent_layers=len(self.mamba_layers),
@@ -217,4 +242,5 @@ class HybridConfig:
             ssm_dtype=policy.ssm,
             conv_dtype=policy.conv,
             kv_dtype=policy.kv,
+            ring=ring,
         )

@@ -13,13 +13,12 @@ from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.attention.hybrid import HybridAttnBackend
 from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
-from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.cache.pools import HybridCache, advance_lengths
 from mamba_spec_jax.cache.records import Draft, ModelOutput
 from mamba_spec_jax.cache.tree import check_parents
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.network import HybridLM, abstract_split
-from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, SpeculativeMode
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, ReplayRing, SpeculativeMode
 from pallas_kernels.dispatch import Implementation
 
 
@@ -51,6 +50,7 @@ class HybridModel:
         *,
         speculative_mode: SpeculativeMode = SpeculativeMode.DECODE,
         strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
+        replay: ReplayRing = ReplayRing(),  # noqa: B008, frozen
         hidden_layers: tuple[int, ...] = (),
         implementation: Implementation | None = None,
     ) -> "HybridModel":
@@ -61,6 +61,7 @@ class HybridModel:
             policy: dtypes; None is all float32.
             speculative_mode: which child verifies.
             strategy: what a verify pass keeps for the commit.
+            replay: how much the ring of REPLAY holds.
             hidden_layers: layers whose outputs a drafter reads.
             implementation: of the commit kernel; None lets the device decide.
         """
@@ -68,23 +69,13 @@ class HybridModel:
         _check_hidden_layers(hidden_layers, config)
 
         def child(verify: SpeculativeMode) -> HybridLinearAttnBackend:
+            linear = config.recurrence(verify, strategy, replay, implementation)
             return HybridLinearAttnBackend(
                 num_layers=len(config.layer_types),
                 full_attn_layers=config.attention_layers,
                 full=FullAttention(scale=config.attention_scale),
-                linear=Mamba2(
-                    heads=config.mamba_heads,
-                    head_dim=config.mamba_head_dim,
-                    state=config.mamba_state,
-                    groups=config.mamba_groups,
-                    conv_width=config.mamba_conv_width,
-                    chunk_size=config.mamba_chunk_size,
-                    dt_limits=config.time_step_limit,
-                    verify=verify,
-                    strategy=strategy,
-                    implementation=implementation,
-                ),
-                pool_spec=config.pool_spec(policy),
+                linear=linear,
+                pool_spec=config.pool_spec(policy, linear.ring_spec(policy.activations)),
                 linear_attn_layers=config.mamba_layers,
             )
 
@@ -215,6 +206,10 @@ class HybridModel:
             jnp.zeros_like(slots),
         )
         return dataclasses.replace(output, logits=output.logits[:, 0], cache=cache, record=None)
+
+    def materialize(self, cache: HybridCache, slots: Rows) -> HybridCache:
+        """The cache with all that `slots [B]` hold in `cache.mamba.ssm`, to be read or exported; see the backend's."""
+        return self.backend.decode.materialize(cache, slots)  # type: ignore[attr-defined]  # made by `create`
 
     def _begin(
         self, caller: str, mode: ForwardMode, params: Any, tokens: Tokens, cache: HybridCache,

@@ -103,7 +103,7 @@ class HybridLM(nnx.Module):
     ) -> tuple[Hidden, HybridCache, VerifyRecord | None, tuple[Hidden, ...]]:
         """The final hidden states, the cache, the record, and the outputs of `hidden_layers`."""
         embedded = self.embed_tokens(tokens) * self.config.embedding_multiplier
-        record = backend.init_record(batch, embedded.dtype)
+        record = backend.init_record(batch)
         x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
         kept = {}
         for layer_id, layer in enumerate(self.layers):

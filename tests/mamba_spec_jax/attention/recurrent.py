@@ -16,7 +16,9 @@ from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
 from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs, Mamba2Weights
 from mamba_spec_jax.cache.pools import HybridCache, MambaPool, PoolSpec, advance_lengths
 from mamba_spec_jax.cache.slots import reset_slots
-from mamba_spec_jax.modes import CommitStrategy, ForwardMode, SpeculativeMode
+from mamba_spec_jax.modes import CommitStrategy, ForwardMode, ReplayRing, SpeculativeMode
+from pallas_kernels.compat import CPU_MOVES_BFLOAT16
+from pallas_kernels.ring import clear
 
 SLOTS = 11
 # Quiet NaNs with a payload: any arithmetic on them, or any copy between slots, would show.
@@ -26,6 +28,8 @@ BITS = {4: np.uint32, 2: np.uint16}
 
 def bits(array) -> np.ndarray:
     array = np.asarray(array)
+    if array.dtype == jnp.bfloat16 and not CPU_MOVES_BFLOAT16:  # old compilers change a NaN's payload in passing
+        array = np.where(np.isnan(array), array.dtype.type(np.nan), array)
     return array.view(BITS[array.dtype.itemsize])
 
 
@@ -49,10 +53,30 @@ def make_backend(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     ssm_dtype="float32",
     conv_dtype="float32",
+    activations="float32",
 ) -> HybridLinearAttnBackend:
-    linear = Mamba2(heads, head_dim, state, groups, conv_width, chunk_size, dt_limits, verify=verify, strategy=strategy)
+    linear = Mamba2(
+        heads=heads,
+        head_dim=head_dim,
+        state=state,
+        groups=groups,
+        conv_width=conv_width,
+        chunk_size=chunk_size,
+        dt_limits=dt_limits,
+        verify=verify,
+        strategy=strategy,
+        replay=ReplayRing(length=19, window=9),
+    )
     spec = PoolSpec(
-        layers, heads, head_dim, state, conv_width, linear.conv_channels, ssm_dtype=ssm_dtype, conv_dtype=conv_dtype
+        layers,
+        heads,
+        head_dim,
+        state,
+        conv_width,
+        linear.conv_channels,
+        ssm_dtype=ssm_dtype,
+        conv_dtype=conv_dtype,
+        ring=linear.ring_spec(np.dtype(activations)),
     )
     return HybridLinearAttnBackend(layers, (), FullAttention(1.0), linear, spec)
 
@@ -89,6 +113,8 @@ def poisoned_cache(backend: HybridLinearAttnBackend, slots: int = SLOTS) -> Hybr
     cache = HybridCache.create(backend.pool_spec, slots, max_len=64)
 
     def poison(array):
+        if array.dtype == jnp.int32:  # what the last owners of the slots left in the ring
+            return jnp.full_like(array, 3)
         pattern = POISON[str(array.dtype)]
         return jnp.asarray(np.full(array.shape, pattern, BITS[array.dtype.itemsize]).view(array.dtype))
 
@@ -100,7 +126,7 @@ def poisoned_cache(backend: HybridLinearAttnBackend, slots: int = SLOTS) -> Hybr
 def forward(backend, mode: ForwardMode, cache, weights, slots, num_tokens, xBC, dt, parents=None):
     """One pass over all layers: outputs `[L, B, T, H, P]`, the cache, and the record of a pass that defers state."""
     batch = ForwardBatch.create(mode, cache, slots, num_tokens, xBC.shape[2], parents=parents)
-    record = backend.init_record(batch, xBC.dtype)
+    record = backend.init_record(batch)
     outputs = []
     for layer in range(backend.num_layers):
         inputs = Mamba2Inputs(xBC[layer], dt[layer], weights[layer])
@@ -136,8 +162,9 @@ def occupied(backend, slots, lengths, seed: int = 2) -> HybridCache:
         pool[:, slots] = rng.normal(size=pool[:, slots].shape)
         return jnp.asarray(pool)
 
-    mamba = jax.tree.map(fill, cache.mamba)
-    return dataclasses.replace(cache, mamba=mamba, lengths=cache.lengths.at[slots].set(lengths))
+    mamba = dataclasses.replace(cache.mamba, ssm=fill(cache.mamba.ssm), conv=fill(cache.mamba.conv))
+    cache = dataclasses.replace(cache, mamba=mamba, lengths=cache.lengths.at[slots].set(lengths))
+    return adopted(backend, cache, slots)
 
 
 def decode_history(backend, weights, cache, slots, inputs):
@@ -161,6 +188,20 @@ def decode_history(backend, weights, cache, slots, inputs):
         for name in ("ssm", "conv")
     )
     return np.stack(outputs, axis=2), MambaPool(states, windows)
+
+
+def adopted(backend, cache: HybridCache, slots) -> HybridCache:
+    """What a cache of SNAPSHOT holds in `slots`, in a cache of this backend; its ring is full of NaNs."""
+    empty = poisoned_cache(backend).mamba
+    ring = None if empty.ring is None else clear(empty.ring, jnp.asarray(slots))
+    mamba = dataclasses.replace(cache.mamba, ring=ring, constants=empty.constants)
+    return dataclasses.replace(cache, mamba=mamba)
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def held(backend, cache: HybridCache, slots) -> MambaPool:
+    """What `slots` hold, all of it in the states."""
+    return backend.materialize(cache, jnp.asarray(slots, jnp.int32)).mamba
 
 
 def expected_pool(pool: MambaPool, history: MambaPool, targets) -> MambaPool:

@@ -15,12 +15,14 @@ from mamba_spec_jax.modes import CommitStrategy, ForwardMode, SpeculativeMode
 from .recurrent import (
     SLOTS,
     admitted,
+    adopted,
     assert_same_bits,
     assert_same_pool,
     commit,
     decode_history,
     expected_pool,
     forward,
+    held,
     make_backend,
     make_inputs,
     make_weights,
@@ -35,9 +37,9 @@ ROWS = np.arange(len(OWNED))
 
 CASES = {
     "float32": {"layers": 2},
-    "bfloat16": {"ssm_dtype": "bfloat16", "conv_dtype": "bfloat16", "conv_width": 3},
-    "float16": {"ssm_dtype": "float16", "conv_dtype": "float16"},
-    "mixed": {"conv_dtype": "bfloat16", "conv_width": 2, "dt_limits": (0.3, 0.9)},
+    "bfloat16": {"ssm_dtype": "bfloat16", "conv_dtype": "bfloat16", "activations": "bfloat16", "conv_width": 3},
+    "float16": {"ssm_dtype": "float16", "conv_dtype": "float16", "activations": "float16"},
+    "mixed": {"conv_dtype": "bfloat16", "activations": "bfloat16", "conv_width": 2, "dt_limits": (0.3, 0.9)},
     "groups": {"conv_width": 5, "heads": 6, "groups": 3},
 }
 SNAPSHOT, REPLAY = CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY
@@ -102,27 +104,28 @@ def make_scene(case: str) -> Scene:
 def test_every_accept_length_equals_decoding(strategy, case):
     scene = make_scene(case)
     backend = make_backend(strategy, **CASES[case])
+    before = adopted(backend, scene.cache, OWNED)
     everything = np.full(len(OWNED), T, np.int32)
-    outputs, cache, record = scene.verify(backend, scene.cache, OWNED, everything, ROWS, 0 * ROWS)
+    outputs, cache, record = scene.verify(backend, before, OWNED, everything, ROWS, 0 * ROWS)
     assert_same_bits(outputs, scene.outputs[:, :, :T], "outputs")
-    assert_same_pool(cache.mamba, scene.cache.mamba, "before the commit")
+    assert_same_pool(held(backend, cache, OWNED), scene.cache.mamba, "before the commit")
     np.testing.assert_array_equal(cache.lengths, scene.cache.lengths)
 
     for accepted in range(T + 1):  # 0 keeps every row as it is
         after = commit(backend, cache, record, np.full(len(OWNED), accepted - 1, np.int32))
         expected = expected_pool(scene.cache.mamba, scene.history, [(OWNED[b], b, accepted) for b in ROWS])
-        assert_same_pool(after.mamba, expected, f"after accepting {accepted}")
+        assert_same_pool(held(backend, after, OWNED), expected, f"after accepting {accepted}")
         gained = np.where(np.isin(np.arange(SLOTS), OWNED), accepted, 0)
         np.testing.assert_array_equal(after.lengths, scene.cache.lengths + gained)
 
     # A different length each, and nodes that no real token stands at: past the row's tokens, past T, negative.
     ragged = np.array([3, 1, T, 5, 2], np.int32)
-    _, cache, record = scene.verify(backend, scene.cache, OWNED, ragged, ROWS, 0 * ROWS)
+    _, cache, record = scene.verify(backend, before, OWNED, ragged, ROWS, 0 * ROWS)
     for steps in ([2, 0, 6, 4, 1], [0, 1, -1, 4, 2], [2, -7, T, 1, 99]):
         after = commit(backend, cache, record, jnp.asarray(steps, jnp.int32))
         accepted = [step + 1 if 0 <= step < count else 0 for step, count in zip(steps, ragged, strict=True)]
         expected = expected_pool(scene.cache.mamba, scene.history, [(OWNED[b], b, accepted[b]) for b in ROWS])
-        assert_same_pool(after.mamba, expected, f"after steps {steps}")
+        assert_same_pool(held(backend, after, OWNED), expected, f"after steps {steps}")
 
 
 @pytest.mark.parametrize("case", ["float32", "bfloat16"])
@@ -131,8 +134,9 @@ def test_many_steps_with_zero_draft_and_padding_rows(strategy, case):
     """Rows move about the batch, some without drafts next to others that accept many, some padding or stuck."""
     scene = make_scene(case)
     backend = make_backend(strategy, **CASES[case])
+    before = adopted(backend, scene.cache, OWNED)
     rng = np.random.default_rng(5)
-    cache, done = scene.cache, np.zeros(len(OWNED), np.int32)
+    cache, done = before, np.zeros(len(OWNED), np.int32)
     kinds = set()
     traces = None
     for cycle in range(12):
@@ -144,7 +148,8 @@ def test_many_steps_with_zero_draft_and_padding_rows(strategy, case):
         accepted = np.where(padding, 0, rng.integers(1, np.maximum(num_tokens, 1) + 1))
         slots = np.where(padding, -1, OWNED[order]).astype(np.int32)
         outputs, verified, record = scene.verify(backend, cache, slots, num_tokens, order, done[order])
-        assert_same_pool(verified.mamba, cache.mamba, "before the commit")
+        nothing = commit(backend, verified, record, jnp.full(len(OWNED), -1, jnp.int32))
+        assert_same_pool(held(backend, nothing, OWNED), held(backend, cache, OWNED), "with nothing accepted")
         # A padding row's step is as arbitrary as its tokens.
         steps = np.where(padding, rng.integers(-1, T, len(OWNED)), accepted - 1)
         cache = commit(backend, verified, record, jnp.asarray(steps, jnp.int32))
@@ -156,7 +161,7 @@ def test_many_steps_with_zero_draft_and_padding_rows(strategy, case):
             kinds.add("plain" if num_tokens[row] == 1 else "all" if accepted[row] == num_tokens[row] else "part")
         done[order] += accepted.astype(np.int32)
         expected = expected_pool(scene.cache.mamba, scene.history, [(OWNED[b], b, done[b]) for b in ROWS])
-        assert_same_pool(cache.mamba, expected, f"after cycle {cycle}")
+        assert_same_pool(held(backend, cache, OWNED), expected, f"after cycle {cycle}")
         np.testing.assert_array_equal(np.asarray(cache.lengths)[OWNED], PROMPT + done)
         traces = traces or (forward._cache_size(), commit._cache_size())
         assert (forward._cache_size(), commit._cache_size()) == traces, "a new trace for new lengths"
@@ -169,17 +174,18 @@ def test_many_steps_with_zero_draft_and_padding_rows(strategy, case):
 def test_tracked_slots_receive_the_state_at_their_node(strategy, case):
     scene = make_scene(case)
     backend = make_backend(strategy, **CASES[case])
+    before = adopted(backend, scene.cache, OWNED)
     num_tokens = np.array([T, 1, 5, T, 3], np.int32)
     slots = np.array([4, 9, 0, -1, 2], np.int32)
     outside = np.where(ROWS == 1, SLOTS, slots).astype(np.int32)
-    _, cache, record = scene.verify(backend, scene.cache, slots, num_tokens, ROWS, 0 * ROWS)
+    _, cache, record = scene.verify(backend, before, slots, num_tokens, ROWS, 0 * ROWS)
     steps = [5, 0, 4, 3, -1]
     # Before the accepted node, at it, no slot, a padding row, and a row that accepts nothing but publishes a state.
     track_slots, track_steps = [1, 3, -1, 5, 7], [2, 0, 1, 1, 1]
     after = commit(backend, cache, record, *(jnp.asarray(v, jnp.int32) for v in (steps, track_slots, track_steps)))
     live = [(4, 0, 6), (9, 1, 1), (0, 2, 5)]
     tracked = [(1, 0, 3), (3, 1, 1), (7, 4, 2)]
-    assert_same_pool(after.mamba, expected_pool(scene.cache.mamba, scene.history, live + tracked))
+    assert_same_pool(held(backend, after, OWNED), expected_pool(scene.cache.mamba, scene.history, live + tracked))
     gained = np.zeros(SLOTS, np.int32)
     gained[[4, 9, 0]] = [6, 1, 5]
     np.testing.assert_array_equal(after.lengths, scene.cache.lengths + gained, err_msg="tracked slots own no tokens")
@@ -192,27 +198,29 @@ def test_tracked_slots_receive_the_state_at_their_node(strategy, case):
         *(jnp.asarray(v, jnp.int32) for v in (steps, track_slots, track_steps)),
     )
     kept = [target for target in live + tracked if target[1] != 1]
-    assert_same_pool(after.mamba, expected_pool(scene.cache.mamba, scene.history, kept))
+    assert_same_pool(held(backend, after, OWNED), expected_pool(scene.cache.mamba, scene.history, kept))
 
     # Nodes that must publish nothing: past the real tokens, past T, negative; and a slot out of range.
     track_slots, track_steps = [1, 3, 5, 7, SLOTS], [T, 1, -1, 0, 0]
     after = commit(backend, cache, record, *(jnp.asarray(v, jnp.int32) for v in (steps, track_slots, track_steps)))
-    assert_same_pool(after.mamba, expected_pool(scene.cache.mamba, scene.history, live))
+    assert_same_pool(held(backend, after, OWNED), expected_pool(scene.cache.mamba, scene.history, live))
 
 
 @pytest.mark.parametrize(("strategy", "case"), [(SNAPSHOT, "groups"), (SNAPSHOT, "float32"), (REPLAY, "float32")])
 def test_chunked_verify_is_close_to_decoding(strategy, case):
     scene = make_scene(case)
     backend = make_backend(strategy, SpeculativeMode.PREFILL, **CASES[case])
+    before = adopted(backend, scene.cache, OWNED)
     everything = np.full(len(OWNED), T, np.int32)
-    outputs, cache, record = scene.verify(backend, scene.cache, OWNED, everything, ROWS, 0 * ROWS)
+    outputs, cache, record = scene.verify(backend, before, OWNED, everything, ROWS, 0 * ROWS)
     np.testing.assert_allclose(outputs, scene.outputs[:, :, :T], rtol=1e-5, atol=1e-5)
-    assert_same_pool(cache.mamba, scene.cache.mamba, "before the commit")
+    assert_same_pool(held(backend, cache, OWNED), scene.cache.mamba, "before the commit")
     for accepted in range(T + 1):
         after = commit(backend, cache, record, np.full(len(OWNED), accepted - 1, np.int32))
         expected = expected_pool(scene.cache.mamba, scene.history, [(OWNED[b], b, accepted) for b in ROWS])
-        np.testing.assert_allclose(after.mamba.ssm, expected.ssm, rtol=1e-5, atol=1e-5)
-        assert_same_bits(after.mamba.conv, expected.conv, "windows hold inputs, which no form computes")
+        states = held(backend, after, OWNED)
+        np.testing.assert_allclose(states.ssm, expected.ssm, rtol=1e-5, atol=1e-5)
+        assert_same_bits(states.conv, expected.conv, "windows hold inputs, which no form computes")
 
 
 def test_prefill_is_close_to_decoding_in_any_chunks():

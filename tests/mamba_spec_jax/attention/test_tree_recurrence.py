@@ -21,6 +21,7 @@ from .recurrent import (
     decode_history,
     expected_pool,
     forward,
+    held,
     make_backend,
     make_inputs,
     make_weights,
@@ -30,14 +31,15 @@ from .recurrent import (
 T = 6
 OWNED = np.array([4, 9, 0], np.int32)
 LENGTHS = np.array([3, 1, 5], np.int32)
+ACCEPTED = [5, 0, 3]  # nodes of a first chain
 B = len(OWNED)
 VERIFY = ForwardMode.TARGET_VERIFY
 SNAPSHOT, REPLAY = CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY
 
 CASES = {
     "float32": {"heads": 4, "groups": 2, "conv_width": 5, "dt_limits": (0.3, 0.9)},
-    "bfloat16": {"ssm_dtype": "bfloat16", "conv_dtype": "bfloat16", "conv_width": 3},
-    "float16": {"ssm_dtype": "float16", "conv_dtype": "float16"},
+    "bfloat16": {"ssm_dtype": "bfloat16", "conv_dtype": "bfloat16", "activations": "bfloat16", "conv_width": 3},
+    "float16": {"ssm_dtype": "float16", "conv_dtype": "float16", "activations": "float16"},
 }
 
 
@@ -45,7 +47,12 @@ def scene(strategy, case, verify=SpeculativeMode.DECODE):
     backend = make_backend(strategy, verify, **CASES[case])
     dtype = CASES[case].get("conv_dtype", "float32")
     weights = make_weights(backend, dtype=dtype)
-    return backend, weights, occupied(backend, OWNED, LENGTHS), make_inputs(backend, B, T, seed=4, dtype=dtype)
+    cache = occupied(backend, OWNED, LENGTHS)
+    # A few tokens of a chain first, which REPLAY then has to look back to.
+    before = make_inputs(backend, B, T, seed=9, dtype=dtype)
+    _, cache, record = run(backend, weights, cache, before, np.full(B, T), None)
+    cache = commit(backend, cache, record, jnp.asarray(ACCEPTED, jnp.int32))
+    return backend, weights, cache, make_inputs(backend, B, T, seed=4, dtype=dtype)
 
 
 def run(backend, weights, cache, inputs, num_tokens, parents, slots=OWNED):
@@ -55,11 +62,12 @@ def run(backend, weights, cache, inputs, num_tokens, parents, slots=OWNED):
     return forward(backend, VERIFY, cache, weights, jnp.asarray(slots), jnp.asarray(num_tokens), *inputs, parents)
 
 
-def assert_committed(after, cache, nodes, targets, same=assert_same_bits):
+def assert_committed(backend, after, cache, nodes, targets, same=assert_same_bits):
     """`targets` are `(slot, row, node, tokens gained)`; node T is the state before the tree."""
-    expected = expected_pool(cache.mamba, nodes, [target[:3] for target in targets])
-    same(np.asarray(after.mamba.ssm), expected.ssm)
-    assert_same_bits(after.mamba.conv, expected.conv, "windows hold inputs, which no form computes")
+    expected = expected_pool(held(backend, cache, OWNED), nodes, [target[:3] for target in targets])
+    states = held(backend, after, OWNED)
+    same(np.asarray(states.ssm), expected.ssm)
+    assert_same_bits(states.conv, expected.conv, "windows hold inputs, which no form computes")
     gained = np.zeros(SLOTS, np.int32)
     for slot, _, _, count in targets:
         gained[slot] += count
@@ -87,15 +95,16 @@ def test_a_tree_that_is_a_chain_has_the_bits_of_the_chain(strategy, case):
     expected_outputs, nodes = chain(case, tuple(num_tokens.tolist()))
     outputs, verified, record = run(backend, weights, cache, inputs, num_tokens, chains(B, T))
     assert_same_bits(np.asarray(outputs)[:, real], expected_outputs[:, real], "outputs")
-    assert_same_pool(verified.mamba, cache.mamba, "before the commit")
+    nothing = commit(backend, verified, record, jnp.full(B, -1, jnp.int32))
+    assert_same_pool(held(backend, nothing, OWNED), held(backend, cache, OWNED), "with nothing accepted")
     for steps in ([5, 3, 1], [0, 0, 0], [2, -1, 5], [T, 2, -9]):
         tracked = jnp.array([1, 3, -1], jnp.int32), jnp.array([4, 3, 0], jnp.int32)
         after = commit(backend, verified, record, jnp.asarray(steps, jnp.int32), *tracked)
         live = [(OWNED[b], b, t, t + 1) for b, t in enumerate(steps) if 0 <= t < num_tokens[b]]
-        assert_committed(after, cache, nodes, [*live, (1, 0, 4, 0), (3, 1, 3, 0)])
+        assert_committed(backend, after, cache, nodes, [*live, (1, 0, 4, 0), (3, 1, 3, 0)])
 
 
-def decoded_paths(parents, weights, cache, inputs, case):
+def decoded_paths(backend, parents, weights, cache, inputs, case):
     """What decoding the path of every node on its own gives: outputs of the nodes, and states with their windows.
 
     Returns:
@@ -105,7 +114,8 @@ def decoded_paths(parents, weights, cache, inputs, case):
     paths = [path(parents[b], t) for b in range(B) for t in range(T)]
     row, last = np.repeat(np.arange(B), T), np.array([len(nodes) - 1 for nodes in paths])
     padded = np.array([nodes + [0] * (T - len(nodes)) for nodes in paths])
-    mamba = jax.tree.map(lambda pool: pool[:, OWNED[row]], cache.mamba)
+    states = held(backend, cache, OWNED)
+    mamba = MambaPool(states.ssm[:, OWNED[row]], states.conv[:, OWNED[row]])
     alone = HybridCache(mamba, cache.kv, jnp.zeros(B * T, jnp.int32), cache.max_len)
     follow = [leaf[:, row[:, None], padded] for leaf in inputs]
     outputs, history = decode_history(decoder, weights, alone, np.arange(B * T), follow)
@@ -118,12 +128,13 @@ def decoded_paths(parents, weights, cache, inputs, case):
 
 def check_random_tree(strategy, case, verify, parents, num_tokens, same):
     backend, weights, cache, inputs = scene(strategy, case, verify)
-    expected_outputs, nodes = decoded_paths(parents, weights, cache, inputs, case)
+    expected_outputs, nodes = decoded_paths(backend, parents, weights, cache, inputs, case)
     slots = np.where(num_tokens > 0, OWNED, -1).astype(np.int32)
     outputs, verified, record = run(backend, weights, cache, inputs, num_tokens, parents, slots)
     real = np.arange(T) < num_tokens[:, None]
     same(np.asarray(outputs)[:, real], expected_outputs[:, real])
-    assert_same_pool(verified.mamba, cache.mamba, "before the commit")
+    nothing = commit(backend, verified, record, jnp.full(B, -1, jnp.int32))
+    assert_committed(backend, nothing, cache, nodes, [], same)
     for t in range(-1, T):
         # Each row at another node; and another one is published to a slot that is nobody's.
         steps = (t + np.arange(B)) % (T + 1) - 1
@@ -133,7 +144,7 @@ def check_random_tree(strategy, case, verify, parents, num_tokens, same):
             (OWNED[b], b, steps[b], len(path(parents[b], steps[b]))) for b in range(B) if 0 <= steps[b] < num_tokens[b]
         ]
         published = [((1, 3, 5)[b], b, tracked[b], 0) for b in range(B) if tracked[b] < num_tokens[b]]
-        assert_committed(after, cache, nodes, live + published, same)
+        assert_committed(backend, after, cache, nodes, live + published, same)
 
 
 counts = st.lists(st.sampled_from([T, T, 4, 1, 0]), min_size=B, max_size=B).map(lambda c: np.array(c, np.int32))
