@@ -1,6 +1,18 @@
-"""Kernels that move recurrent state: each op has a plain JAX reference and GPU implementations behind one function."""
+"""Kernels over recurrent state: each op has a plain JAX reference and GPU implementations behind one function."""
 
+from pallas_kernels.causal_conv1d_update import ConvUpdate, causal_conv1d_update
+from pallas_kernels.selective_state_update import StateUpdate, fold_history, selective_state_update
+from pallas_kernels.ssd_chunk_scan import ssd_chunk_scan
 from pallas_kernels.state_commit import state_commit
 from pallas_kernels.state_scatter import state_scatter
 
-__all__ = ["state_commit", "state_scatter"]
+__all__ = [
+    "ConvUpdate",
+    "StateUpdate",
+    "causal_conv1d_update",
+    "fold_history",
+    "selective_state_update",
+    "ssd_chunk_scan",
+    "state_commit",
+    "state_scatter",
+]

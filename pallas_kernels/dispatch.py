@@ -23,6 +23,8 @@ Implementation = Literal["xla", "triton", "mosaic_gpu"]
 OPS: dict[str, tuple[Implementation, ...]] = {
     "state_scatter": ("xla", "triton", "mosaic_gpu"),
     "state_commit": ("xla", "triton", "mosaic_gpu"),
+    "selective_state_update": ("xla", "triton"),
+    "causal_conv1d_update": ("xla", "triton"),
 }
 
 # An abstract device has a name but no capability. Longer names are tried first.
