@@ -25,6 +25,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "state_commit": ("xla", "triton", "mosaic_gpu"),
     "selective_state_update": ("xla", "triton"),
     "causal_conv1d_update": ("xla", "triton"),
+    "gated_delta_update": ("xla",),
 }
 
 # An abstract device has a name but no capability. Longer names are tried first.

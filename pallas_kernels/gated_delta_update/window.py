@@ -1,0 +1,139 @@
+"""The gated delta rule over a whole window at once, along a chain or along every path of a tree.
+
+With G_t the sum of g from the root to t, and sums over ancestors j of t (t itself included only where said so):
+
+    (I + L) U = diag(beta) (V - S_0 (exp(G_t) k_t)),     L_tj = beta_t k_t^T diag(exp(G_t - G_j)) k_j
+    o_t = S_0 (exp(G_t) q_t) + sum_{j <= t} u_j (k_j^T diag(exp(G_t - G_j)) q_t)
+    S_t = S_0 diag(exp(G_t)) + sum_{j <= t} u_j (exp(G_t - G_j) k_j)^T
+
+(the WY form of Yang et al. 2024 under an ancestor mask). L is strictly lower triangular, as parents come before
+children. Letters and tokens are `recurrence.py`'s; everything here is float32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta_update.recurrence import Tokens, per_head
+
+Sums = tuple[jax.Array, jax.Array]  # of g along a path, and what rounding took from them
+
+_EXACT = jax.lax.Precision.HIGHEST  # a GPU would otherwise compute float32 products in TF32
+
+
+class Window(NamedTuple):
+    """A solved window.
+
+    Attributes:
+        state: `[B, Hv, V, K]` before it.
+        k, q: `[B, T, Hk, K]` of unit length.
+        updates: `[B, Hv, T, V]`, the u_t.
+        sums: `[B, T, Hv, 1 or K]`, the G_t.
+        visible: `[B or 1, T, T]` bool, where j is t or its ancestor.
+    """
+
+    state: jax.Array
+    k: jax.Array
+    q: jax.Array
+    updates: jax.Array
+    sums: Sums
+    visible: jax.Array
+
+
+def solve(state: jax.Array, tokens: Tokens, parents: jax.Array | None) -> Window:
+    """Solves a window of `unit_tokens`; parents is `[B, T]` int32, -1 or an earlier node, or None for a chain."""
+    T, heads = tokens.k.shape[1], state.shape[1]
+    state = state.astype(jnp.float32)
+    if parents is None:
+        sums, visible = jax.lax.associative_scan(_add, _exact(tokens.g), axis=1), jnp.tril(jnp.ones((1, T, T), bool))
+    else:
+        sums, visible = _along_paths(tokens.g, parents)
+    beta = jnp.moveaxis(tokens.beta, 1, 2)[..., None]  # [B, Hv, T, 1]
+    carried = _from_state(state, tokens.k, sums)
+    earlier = _scores(tokens.k, tokens.k, sums, visible & ~jnp.eye(T, dtype=bool), heads)
+    right = beta * (jnp.moveaxis(tokens.v, 1, 2) - carried)
+    updates = jax.lax.linalg.triangular_solve(beta * earlier, right, left_side=True, lower=True, unit_diagonal=True)
+    return Window(state, tokens.k, tokens.q, updates, sums, visible)
+
+
+def outputs(window: Window) -> jax.Array:
+    """`[B, T, Hv, V]`, the output of every token."""
+    scores = _scores(window.q, window.k, window.sums, window.visible, window.state.shape[1])
+    within = jnp.einsum("bhtj,bhjv->bhtv", scores, window.updates, precision=_EXACT)
+    return jnp.moveaxis(_from_state(window.state, window.q, window.sums) + within, 2, 1)
+
+
+def states(window: Window) -> jax.Array:
+    """`[B, T, Hv, V, K]`, the state after every token."""
+    k = per_head(window.k, window.state.shape[1], axis=2)
+    keys = _between(window.sums, window.visible) * k[:, None]  # [B, T, T, Hv, K]
+    added = jnp.einsum("bhjv,btjhk->bthvk", window.updates, keys, precision=_EXACT)
+    return jnp.exp(window.sums[0])[:, :, :, None] * window.state[:, None] + added
+
+
+def last_state(window: Window) -> jax.Array:
+    """`[B, Hv, V, K]`, the state after the last token of a chain."""
+    to_end = jnp.exp(_difference([leaf[:, -1:] for leaf in window.sums], window.sums))
+    k = per_head(window.k, window.state.shape[1], axis=2) * to_end
+    added = jnp.einsum("bhjv,bjhk->bhvk", window.updates, k, precision=_EXACT)
+    return jnp.exp(window.sums[0][:, -1])[:, :, None] * window.state + added
+
+
+def _from_state(state: jax.Array, x: jax.Array, sums: Sums) -> jax.Array:
+    """`S_0 (exp(G_t) x_t)`, `[B, Hv, T, V]`."""
+    decayed = per_head(x, state.shape[1], axis=2) * jnp.exp(sums[0])
+    return jnp.einsum("bhvk,bthk->bhtv", state, decayed, precision=_EXACT)
+
+
+def _scores(x: jax.Array, k: jax.Array, sums: Sums, visible: jax.Array, heads: int) -> jax.Array:
+    """`x_t^T diag(exp(G_t - G_j)) k_j` where t sees j and 0 elsewhere, `[B, Hv, T, T]`."""
+    between = _between(sums, visible)
+    if between.shape[-1] == 1:  # one decay a head: a plain product of the key heads will do
+        products = jnp.einsum("bthk,bjhk->bhtj", x, k, precision=_EXACT)
+        return per_head(products, heads) * jnp.moveaxis(between[..., 0], 3, 1)
+    x, k = per_head(x, heads, axis=2), per_head(k, heads, axis=2)
+    return jnp.moveaxis(jnp.sum(x[:, :, None] * k[:, None] * between, axis=-1), 3, 1)
+
+
+def _between(sums: Sums, visible: jax.Array) -> jax.Array:
+    """`exp(G_t - G_j)` where t sees j and 0 elsewhere, `[B, T, T, Hv, 1 or K]`, t before j."""
+    between = _difference([leaf[:, :, None] for leaf in sums], [leaf[:, None] for leaf in sums])
+    # Masked before the exponential: elsewhere the difference may be positive and overflow.
+    return jnp.exp(jnp.where(visible[..., None, None], between, -jnp.inf))
+
+
+def _along_paths(g: jax.Array, parents: jax.Array) -> tuple[Sums, jax.Array]:
+    """g summed from the root to each node, and which nodes are on its path, in log2(T) rounds."""
+    T = parents.shape[1]
+
+    def at(leaf, nodes):
+        return jnp.take_along_axis(leaf, jnp.maximum(nodes, 0).reshape(*nodes.shape, *[1] * (leaf.ndim - 2)), axis=1)
+
+    sums, jump = _exact(g), parents
+    visible = jnp.broadcast_to(jnp.eye(T, dtype=bool), (parents.shape[0], T, T))
+    # After each round a node knows twice as many nodes of its path, and its next jump goes twice as far.
+    for _ in range((T - 1).bit_length()):
+        above = jump >= 0
+        further = _add((at(sums[0], jump), at(sums[1], jump)), sums)
+        follows = above[..., None, None]
+        sums = jnp.where(follows, further[0], sums[0]), jnp.where(follows, further[1], sums[1])
+        visible = visible | (above[..., None] & at(visible, jump))
+        jump = jnp.where(above, at(jump, jump), -1)
+    return sums, visible
+
+
+def _exact(g: jax.Array) -> Sums:
+    return g, jnp.zeros_like(g)
+
+
+def _add(x: Sums, y: Sums) -> Sums:
+    """The sum of two sums, with what rounding took from it (Knuth's two-sum)."""
+    total = x[0] + y[0]
+    added = total - x[0]
+    return total, x[1] + y[1] + ((x[0] - (total - added)) + (y[0] - added))
+
+
+def _difference(sums, others) -> jax.Array:
+    """`G_t - G_j`, exact to rounding though both may have grown a thousandfold of it."""
+    return (sums[0] - others[0]) + (sums[1] - others[1])
