@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """Kernels over recurrent state: each op has a plain JAX reference and GPU implementations behind one function."""
 
 from pallas_kernels.causal_conv1d_update import ConvUpdate, causal_conv1d_update
@@ -16,3 +17,12 @@ __all__ = [
     "state_commit",
     "state_scatter",
 ]
+=======
+"""Kernels of a hybrid model's decode step: each op has a plain JAX reference and GPU implementations behind a function."""
+
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.state_commit import state_commit
+from pallas_kernels.state_scatter import state_scatter
+
+__all__ = ["decode_attention", "state_commit", "state_scatter"]
+>>>>>>> attn

@@ -98,7 +98,7 @@ def check_indices(
         raise ValueError(
             f"{op}: {absent} is None, but track_slots and track_steps only mean something together; pass both"
         )
-    slots = _int32(op, "slots", slots)
+    slots = as_int32(op, "slots", slots)
     check_shape(op, "slots", slots, ("B",))
     batch = slots.shape[0]
     others = {"steps": steps}
@@ -112,7 +112,7 @@ def check_indices(
         others["rows"] = rows
     if track_slots is not None:
         others |= {"track_slots": track_slots, "track_steps": track_steps}
-    arrays = {name: _int32(op, name, value) for name, value in others.items()}
+    arrays = {name: as_int32(op, name, value) for name, value in others.items()}
     for name, array in arrays.items():
         check_shape(op, name, array, (batch,))
     return Indices(slots, arrays["steps"], arrays.get("rows"), arrays.get("track_slots"), arrays.get("track_steps"))
@@ -120,12 +120,13 @@ def check_indices(
 
 def check_parents(op: str, parents: Any, batch: int, steps: int) -> jax.Array:
     """The verify trees' parents `[B, T]`, checked."""
-    parents = _int32(op, "parents", parents)
+    parents = as_int32(op, "parents", parents)
     check_shape(op, "parents", parents, (batch, steps))
     return parents
 
 
-def _int32(op: str, name: str, value: Any) -> jax.Array:
+def as_int32(op: str, name: str, value: Any) -> jax.Array:
+    """The value as an array, which must be int32."""
     array = jnp.asarray(value)
     if array.size == 0 and not isinstance(value, jax.Array | np.ndarray):
         array = array.astype(jnp.int32)  # an empty list has no dtype of its own

@@ -26,6 +26,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "selective_state_update": ("xla", "triton"),
     "causal_conv1d_update": ("xla", "triton"),
     "gated_delta_update": ("xla",),
+    "decode_attention": ("xla",),
 }
 
 # An abstract device has a name but no capability. Longer names are tried first.

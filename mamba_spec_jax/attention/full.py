@@ -1,7 +1,6 @@
 """Full attention over the key/value buffers: a window's keys are written first and read back under a mask."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,24 +8,25 @@ import jax.numpy as jnp
 from mamba_spec_jax.array_types import Array, Float, Int32, KVBuffer, Rows
 from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
 from mamba_spec_jax.cache.pools import KVCache, slot_index
+from pallas_kernels import decode_attention
+from pallas_kernels.dispatch import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
 class FullAttention:
-    """Softmax attention with grouped queries, computed block by block over the cache.
+    """Softmax attention with grouped queries, computed block by block over the cache: see `decode_attention`.
 
-    Keys are visited in blocks of `block` positions in a fixed order (online softmax, Milakov and Gimelshein 2018), so
-    that temporaries are one block of keys, values and scores, and a token's result has the same bits wherever it stands
-    in its window and whatever the static length `kv_len` is: that only says how many blocks are visited, and a block
-    beyond a token's position changes nothing.
+    A token's result has the same bits wherever it stands in its window and whatever the static length `kv_len` is.
 
     Attributes:
         scale: multiplies the scores.
-        block: cache positions visited at once.
+        block: cache positions that plain JAX visits at once.
+        implementation: of the attention kernel; None lets the device decide.
     """
 
     scale: float
     block: int = 256
+    implementation: Implementation | None = None
 
     def forward(
         self, index: int, inputs: AttentionInputs, kv: KVCache, batch: ForwardBatch
@@ -36,8 +36,20 @@ class FullAttention:
         In a draft tree, a token attends to what is committed and to its ancestors.
         """
         kv = write_window(index, inputs.key, inputs.value, kv, batch)
-        output = self._attend(inputs.query, kv.keys[index], kv.values[index], batch)
-        return output.astype(inputs.query.dtype), kv
+        output = decode_attention(
+            inputs.query,
+            kv.keys[index],
+            kv.values[index],
+            batch.slots,
+            batch.lengths,
+            batch.num_tokens,
+            scale=self.scale,
+            ancestors=batch.ancestors,
+            kv_len=batch.kv_len,
+            block=self.block,
+            implementation=self.implementation,
+        )
+        return output, kv
 
     def commit(self, kv: KVCache, slots: Rows, lengths: Rows, path: Int32[Array, "B T"]) -> KVCache:
         """Moves the keys and values of an accepted path of a draft tree up to where its tokens' positions are.
@@ -58,55 +70,6 @@ class FullAttention:
             ),
             kv,
         )
-
-    def _attend(self, query: Array, keys: KVBuffer, values: KVBuffer, batch: ForwardBatch) -> Array:
-        B, T, Hq, Dh = query.shape
-        max_len, Hkv = keys.shape[1:3]
-        block = min(self.block, max_len)
-        query = (query * jnp.asarray(self.scale, query.dtype)).reshape(B, T, Hkv, Hq // Hkv, Dh)
-        end = (batch.lengths + batch.offset + batch.num_tokens)[:, None]
-        precision = jax.lax.Precision.HIGHEST
-
-        def visit(step, carry):
-            top, total, mixed = carry
-            # The last block is shifted back into the buffer; what it repeats of its predecessor is masked out.
-            first = step * block
-            start = jnp.minimum(first, max_len - block)
-            position = start + jnp.arange(block, dtype=jnp.int32)[None]
-            written = (position >= first) & (position < end)  # [B, block]
-            k = _read_rows(keys, batch.slots, start, block)
-            v = jnp.where(written[:, :, None, None], _read_rows(values, batch.slots, start, block), 0)
-            visible = written[:, None] & _may_see(position, batch)  # [B, T, block]
-            scores = jnp.einsum("btgrd,bsgd->bgrts", query, k, precision=precision, preferred_element_type=jnp.float32)
-            scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-            new_top = jnp.maximum(top, scores.max(-1))
-            safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
-            weights = jnp.exp(scores - safe_top[..., None])
-            keep = jnp.exp(top - safe_top)
-            update = jnp.einsum(
-                "bgrts,bsgd->bgrtd",
-                weights.astype(v.dtype),
-                v,
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            return new_top, total * keep + weights.sum(-1), mixed * keep[..., None] + update
-
-        shape = (B, Hkv, Hq // Hkv, T)
-        carry = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, Dh)))
-        _, total, mixed = jax.lax.fori_loop(0, math.ceil(batch.kv_len / block), visit, carry)
-        mixed = mixed / jnp.where(total > 0, total, 1)[..., None]  # rows that see nothing give zeros
-        return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, Hq, Dh)
-
-
-def _may_see(position: Array, batch: ForwardBatch) -> Array:
-    """Which of the cache positions `[1, block]` each token may look at, `[B, T, block]` or broadcast to it."""
-    if batch.ancestors is None:
-        return position[:, None] <= batch.positions[:, :, None]
-    node = position - batch.lengths[:, None]  # [B, block], negative where committed
-    last = batch.ancestors.shape[-1] - 1
-    among_ancestors = jnp.take_along_axis(batch.ancestors, jnp.clip(node, 0, last)[:, None], axis=2)
-    return (node < 0)[:, None] | among_ancestors
 
 
 def write_window(
@@ -134,12 +97,3 @@ def _move_rows(buffer: KVBuffer, slots: Rows, source: Array, target: Array, move
     rows = buffer.at[slot, jnp.where(moves, source, 0)].get(mode="clip")
     # Read into a buffer of their own: the scatter would otherwise read what it has already written over.
     return buffer.at[slot, jnp.where(moves, target, max_len)].set(jax.lax.optimization_barrier(rows), mode="drop")
-
-
-def _read_rows(buffer: KVBuffer, slots: Array, start: Array, size: int) -> Array:
-    """`[B, size, Hkv, Dh]`: one gather of contiguous slices; rows of padding slots are masked by the caller."""
-
-    def read(slot):
-        return jax.lax.dynamic_slice(buffer, (slot, start, 0, 0), (1, size, *buffer.shape[2:]))[0]
-
-    return jax.vmap(read)(jnp.maximum(slots, 0))

@@ -1,0 +1,77 @@
+"""The op in plain JAX, `implementation="xla"`.
+
+Visits the keys block by block; temporaries are one block of keys, of values and of scores. A block behind every token's
+position would change no bit, so `ends_early` stops at the last one that any row has.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.decode_attention.window import Window
+
+
+def attend(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    window: Window,
+    kv_len: int,
+    block: int,
+    *,
+    ends_early: bool,
+) -> jax.Array:
+    """`[B, T, Hq, Dh]` from the scaled query `[B, T, Hq, Dh]` and buffers `[S, M, Hkv, Dh]`."""
+    B, T, Hq, Dh = query.shape
+    max_len, Hkv = keys.shape[1:3]
+    block = min(block, max_len)
+    grouped = query.reshape(B, T, Hkv, Hq // Hkv, Dh)
+    ends = window.ends[:, None]
+    precision = jax.lax.Precision.HIGHEST
+
+    def visit(step, carry):
+        top, total, mixed = carry
+        # The last block is shifted back into the buffer; what it repeats of its predecessor is masked out.
+        first = step * block
+        start = jnp.minimum(first, max_len - block)
+        position = start + jnp.arange(block, dtype=jnp.int32)[None]
+        written = (position >= first) & (position < ends)  # [B, block]
+        k = _read_rows(keys, window.slots, start, block)
+        v = jnp.where(written[:, :, None, None], _read_rows(values, window.slots, start, block), 0)
+        visible = written[:, None] & _may_see(position, window, T)  # [B, T, block]
+        scores = jnp.einsum("btgrd,bsgd->bgrts", grouped, k, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(-1))
+        safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
+        weights = jnp.exp(scores - safe_top[..., None])
+        keep = jnp.exp(top - safe_top)
+        update = jnp.einsum(
+            "bgrts,bsgd->bgrtd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+        )
+        return new_top, total * keep + weights.sum(-1), mixed * keep[..., None] + update
+
+    shape = (B, Hkv, Hq // Hkv, T)
+    carry = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, Dh)))
+    blocks = -(-kv_len // block)
+    visited = jnp.minimum(-(-jnp.max(ends) // block), blocks) if ends_early else blocks
+    _, total, mixed = jax.lax.fori_loop(0, visited, visit, carry)
+    mixed = mixed / jnp.where(total > 0, total, 1)[..., None]  # rows that see nothing give zeros
+    return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, Hq, Dh).astype(query.dtype)
+
+
+def _may_see(position: jax.Array, window: Window, width: int) -> jax.Array:
+    """Which of the positions `[1, block]` each token may look at, `[B, T, block]`."""
+    node = position - window.lengths[:, None]  # [B, block], negative where committed
+    if window.ancestors is None:
+        return node[:, None] <= jnp.arange(width, dtype=jnp.int32)[None, :, None]
+    last = window.ancestors.shape[-1] - 1
+    among_ancestors = jnp.take_along_axis(window.ancestors, jnp.clip(node, 0, last)[:, None], axis=2)
+    return (node < 0)[:, None] | among_ancestors
+
+
+def _read_rows(buffer: jax.Array, slots: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """`[B, size, Hkv, Dh]`: one gather of contiguous slices; rows of padding slots are masked by the caller."""
+
+    def read(slot):
+        return jax.lax.dynamic_slice(buffer, (slot, start, 0, 0), (1, size, *buffer.shape[2:]))[0]
+
+    return jax.vmap(read)(jnp.maximum(slots, 0))

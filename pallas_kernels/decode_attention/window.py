@@ -1,0 +1,21 @@
+"""What every implementation is told about the rows of a pass."""
+
+from typing import NamedTuple
+
+import jax
+
+
+class Window(NamedTuple):
+    """The rows.
+
+    Attributes:
+        slots: `[B]` int32, out of range for padding.
+        lengths: `[B]` int32, committed positions.
+        ends: `[B]` int32, where the real tokens of the window end in the buffers; 0 for padding.
+        ancestors: `[B, T, offset + T]` bool of a tree, None for a chain.
+    """
+
+    slots: jax.Array
+    lengths: jax.Array
+    ends: jax.Array
+    ancestors: jax.Array | None
