@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,14 @@ from safetensors import SafetensorError, safe_open
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_FILES = ("config.json", "generation_config.json", "tokenizer.json", "model*.safetensors", _INDEX)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+CONFIGS = ("config.json", "generation_config.json", "hf_quant_config.json")
+FILES = (*CONFIGS, *_TEXTS, "model*.safetensors", _INDEX)
 FLOATS = ("F64", "F32", "F16", "BF16")
+# Reading maps a file into memory, where what was read stays until the file is closed. Files are closed whenever this
+# part of all weights has been read, so that it is most of what lies in memory twice.
+_MAPPED_PART = 1 / 32
 
 
 def locate(
@@ -23,7 +28,7 @@ def locate(
     *,
     revision: str | None = None,
     local_files_only: bool = False,
-    files: Sequence[str] = _FILES,
+    files: Sequence[str] = FILES,
 ) -> Path:
     """The folder of a checkpoint: itself, or that of a hub model, of which `files` are downloaded.
 
@@ -69,22 +74,39 @@ class WeightFiles:
         shapes: name to shape of every stored weight, from the files' headers.
     """
 
-    def __init__(self, files: Mapping[Path, Any], dtypes: Sequence[str] = FLOATS):
-        self._owner: dict[str, Any] = {}
+    def __init__(self, paths: Iterable[Path], dtypes: Sequence[str] = FLOATS):
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path, file in files.items():
+        self._path: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        self._mapped = 0
+        total = 0
+        for path in paths:
+            file = _open(path)
+            total += path.stat().st_size
             for name in file.keys():  # noqa: SIM118, not a dict
                 stored = file.get_slice(name)
-                if stored.get_dtype() not in dtypes:
-                    raise ValueError(f"{path}: {name} is {stored.get_dtype()}, expected one of {', '.join(dtypes)}")
+                _check_dtype(path, name, stored.get_dtype(), dtypes)
                 if name in self.shapes:
                     raise ValueError(f"{path}: {name} is in another file too")
-                self._owner[name] = file
+                self._path[name] = path
                 self.shapes[name] = tuple(stored.get_shape())
+        self._most_mapped = total * _MAPPED_PART
 
     def read(self, name: str) -> np.ndarray:
         """One weight, as stored."""
-        return self._owner[name].get_tensor(name)
+        path = self._path[name]
+        if path not in self._open:
+            self._open[path] = _open(path)
+        value = self._open[path].get_tensor(name)
+        self._mapped += value.nbytes
+        if self._mapped > self._most_mapped:
+            self.close()
+        return value
+
+    def close(self) -> None:
+        """Gives back what reading has mapped; reading goes on as if nothing had happened."""
+        self._open.clear()
+        self._mapped = 0
 
 
 @contextlib.contextmanager
@@ -95,8 +117,8 @@ def open_weights(folder: Path, dtypes: Sequence[str] = FLOATS) -> Iterator[Weigh
         folder: of the checkpoint.
         dtypes: those that are expected, as safetensors spells them.
     """
-    with contextlib.ExitStack() as stack:
-        yield WeightFiles({path: stack.enter_context(_open(path)) for path in _shards(folder)}, dtypes)
+    with contextlib.closing(WeightFiles(_shards(folder), dtypes)) as files:
+        yield files
 
 
 def _shards(folder: Path) -> Iterator[Path]:
@@ -106,7 +128,12 @@ def _shards(folder: Path) -> Iterator[Path]:
         return
     if not (folder / _INDEX).exists():
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        found = f", only {', '.join(pickles)}: pickled weights can run code and are not read" if pickles else ""
+        found = (
+            f", only {', '.join(pickles)}: pickled weights can run code and are not read. Save them as safetensors "
+            "first, as transformers' save_pretrained does"
+            if pickles
+            else ""
+        )
         raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}{found}")
     index = read_json(folder / _INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -118,6 +145,12 @@ def _shards(folder: Path) -> Iterator[Path]:
         if not (folder / name).exists():
             raise ValueError(f"{folder / _INDEX} names {name}, which does not exist")
         yield folder / name
+
+
+def _check_dtype(path: Path, name: str, dtype: str, expected: Sequence[str]) -> None:
+    if dtype not in expected:
+        quantized = " (quantized weights are not read)" if dtype.startswith(("F8", "F4", "I8", "U8")) else ""
+        raise ValueError(f"{path}: {name} is {dtype}{quantized}, expected one of {', '.join(expected)}")
 
 
 def _open(path: Path) -> Any:

@@ -2,28 +2,32 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.progress
 from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.cache.memory import require_fits
-from mamba_spec_jax.models.checkpoint import WeightFiles, locate, open_weights, read_json
+from mamba_spec_jax.models.checkpoint import CONFIGS, WeightFiles, locate, open_weights, read_json
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import family_of
 from mamba_spec_jax.models.families.base import Family, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
+from mamba_spec_jax.models.placement import Rules, place_all, share
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
 from pallas_kernels.dispatch import Implementation
 
 _LISTED = 4  # names of each kind that a message spells out
+_QUANTIZATION_KEYS = ("quant_method", "quant_algo", "format", "fmt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +56,30 @@ def load(
     hidden_layers: tuple[int, ...] = (),
     implementation: Implementation | None = None,
     device: Any = None,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
-    progress: bool = False,
+    progress: bool | None = None,
     time_step_limit: tuple[float, float] | None = None,
 ) -> LoadedModel:
     """Loads `config.json`, safetensors weights and `tokenizer.json`, from a folder or from the Hugging Face hub.
 
-    Weights are read one at a time, cast to `policy.params` and placed on the device. Missing, surplus and misshapen
-    weights are found in the files' headers, before any is read.
+    Weights are read one at a time, the largest first, cast to `policy.params` and placed, so that little more memory
+    is needed than they take. Missing, surplus and misshapen ones are found in the files' headers, before any is read.
+    Of a hub model the configuration is looked at before the weights are downloaded; no code of it is ever run.
 
     Args:
         name_or_folder: a folder, or a hub id such as `ibm-granite/granite-4.0-h-350m`.
         policy: dtypes; None is all float32.
         speculative_mode, strategy, hidden_layers, implementation: as for `HybridModel.create`.
         device: a jax device or sharding for the weights; None is the default device.
+        mesh: devices that share the weights instead, with Auto axes.
+        rules: for a mesh, pairs of a regular expression and a `PartitionSpec`: the first whose expression occurs in a
+            parameter's dotted path, such as `layers.0.mixer.in_proj.kernel`, splits it. All others are on every device.
         revision: branch, tag or commit on the hub.
         local_files_only: use what an earlier call downloaded.
-        progress: show a progress bar.
+        progress: show a progress bar on stderr; None shows it if that is a terminal.
         time_step_limit: clamp of Mamba-2's time steps in every pass; None is what transformers' full forward does,
             which for some families is not what their `config.json` says.
 
@@ -77,12 +87,11 @@ def load(
         ValueError: the checkpoint cannot be found, is damaged, or is not what this library can run; says which part.
         MemoryError: the weights cannot fit.
     """
-    folder = locate(name_or_folder, revision=revision, local_files_only=local_files_only)
-    hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
+    found: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+    _read_config(locate(name_or_folder, files=CONFIGS, **found))  # or gigabytes are downloaded of what is refused then
+    folder = locate(name_or_folder, **found)
+    hf = _read_config(folder)
     family = family_of(hf)
-    if hf.has("quantization_config"):
-        method = hf.nested("quantization_config").values.get("quant_method", "unknown")
-        raise ValueError(f"{folder} is quantized ({method}), expected a checkpoint of plain floating-point weights")
     config = _with_generation_config(family.read_config(hf), folder)
     if time_step_limit is not None:
         config = dataclasses.replace(config, time_step_limit=time_step_limit)
@@ -95,8 +104,24 @@ def load(
         implementation=implementation,
     )
     with open_weights(folder) as files:
-        params = _read_params(model, family, files, folder, device, progress)
+        params = _read_params(model, family, files, folder, (device, mesh, rules), progress)
     return LoadedModel(model, params, _read_tokenizer(folder), folder)
+
+
+def _read_config(folder: Path) -> HFConfig:
+    """`config.json`, of a family that is known and not quantized."""
+    hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
+    family_of(hf)
+    quantized = hf.nested("quantization_config")
+    separate = folder / "hf_quant_config.json"
+    if not quantized.values and separate.exists():
+        quantized = HFConfig(read_json(separate), str(separate)).nested("quantization")
+    if quantized.values:
+        names = [str(quantized.values[key]) for key in _QUANTIZATION_KEYS if quantized.has(key)] or ["unknown format"]
+        raise ValueError(
+            f"{folder} is quantized ({', '.join(names)}), expected a checkpoint of plain floating-point weights"
+        )
+    return hf
 
 
 def _with_generation_config(config: HybridConfig, folder: Path) -> HybridConfig:
@@ -121,7 +146,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _read_params(
-    model: HybridModel, family: Family, files: WeightFiles, folder: Path, device: Any, progress: bool
+    model: HybridModel, family: Family, files: WeightFiles, folder: Path, where: tuple, progress: bool | None
 ) -> Any:
     abstract = nnx.to_flat_state(model.abstract_params())
     leaves = {".".join(map(str, path)): leaf for path, leaf in abstract}
@@ -129,18 +154,36 @@ def _read_params(
     weights = list(family.weights(model.config))
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     _check(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
-    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    places = place_all(shapes, *where)
+    sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in leaves.items()}
+    needed = sum(math.prod(share(leaf.shape, places[path])) * leaf.dtype.itemsize for path, leaf in leaves.items())
     require_fits(f"{folder}", {"weights": needed}, "a smaller dtype of params in the policy, or a smaller model")
 
     loaded = {}
-    for weight in rich.progress.track(weights, "Loading weights", disable=not progress):
-        if weight.copy_of is None:
-            sources = [files.read(stored[name]) for name in weight.sources(stored)]
-            value = weight.to_parameter(sources, shapes[weight.path])
-            loaded[weight.path] = jax.device_put(_cast(value, leaves[weight.path].dtype, weight.name), device)
-        elif weight.name in stored:
-            _check_copy(weight, files.read(stored[weight.name]), files.read(stored[weight.copy_of]), folder)
+    # While a weight is read it is in memory up to three times. The largest first: there is most room for it then.
+    weights.sort(key=lambda weight: -sizes[weight.path])
+    with _progress_bar(progress) as bar:
+        task = bar.add_task("Loading weights", total=sum(sizes.values()))
+        for weight in weights:
+            path, dtype = weight.path, leaves[weight.path].dtype
+            if weight.copy_of is None:
+                value = _cast(_read(weight, files, stored, shapes[path]), dtype, weight.name)
+                loaded[path] = jax.block_until_ready(jax.device_put(value, places[path]))
+                bar.advance(task, sizes[path])
+            elif weight.name in stored:
+                _check_copy(weight, files.read(stored[weight.name]), files.read(stored[weight.copy_of]), folder)
     return nnx.from_flat_state([(path, leaf.replace(loaded[".".join(map(str, path))])) for path, leaf in abstract])
+
+
+def _read(weight: Weight, files: WeightFiles, stored: Mapping[str, str], shape: tuple[int, ...]) -> np.ndarray:
+    return weight.to_parameter([files.read(stored[name]) for name in weight.sources(stored)], shape)
+
+
+def _progress_bar(wanted: bool | None) -> Progress:
+    console = Console(stderr=True)
+    hidden = not (console.is_terminal if wanted is None else wanted)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=hidden)
 
 
 def _stored_names(family: Family, files: WeightFiles, folder: Path) -> dict[str, str]:

@@ -32,17 +32,22 @@ CONFIG: dict[str, Any] = {
 Weights = dict[str, np.ndarray]
 
 
-def random_weights(config: dict[str, Any], seed: int = 0) -> Weights:
-    """Every weight of `config`, in the shape it is stored in; exact in bfloat16."""
-    model = HybridModel.create(config_from_hf(config))
+def stored_shapes(model: HybridModel) -> dict[str, tuple[int, ...]]:
+    """Every weight of a granitemoehybrid checkpoint, in the shape it is stored in."""
     shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(model.abstract_params())}
-    rng = np.random.default_rng(seed)
     return {
-        weight.name: rng.normal(0, 0.3, weight.layout.stored_shape(shapes[weight.path]))
-        .astype(ml_dtypes.bfloat16)
-        .astype(np.float32)
+        weight.name: weight.layout.stored_shape(shapes[weight.path])
         for weight in granitemoehybrid.weights(model.config)
         if weight.copy_of is None
+    }
+
+
+def random_weights(config: dict[str, Any], seed: int = 0) -> Weights:
+    """Every weight of `config`, in the shape it is stored in; exact in bfloat16."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(0, 0.3, shape).astype(ml_dtypes.bfloat16).astype(np.float32)
+        for name, shape in stored_shapes(HybridModel.create(config_from_hf(config))).items()
     }
 
 

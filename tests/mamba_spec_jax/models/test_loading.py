@@ -1,5 +1,6 @@
 """Loading: the ways a checkpoint may lie on disk give the same model, and what is wrong with one is named."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ from mamba_spec_jax.models import checkpoint
 from mamba_spec_jax.models.loading import load
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
 from tests.mamba_spec_jax.models.checkpoints import CONFIG, random_weights, write
+from tests.mamba_spec_jax.models.loading_memory import can_measure, measure, write_large
 
 WEIGHTS = random_weights(CONFIG)
 TIED = CONFIG | {"tie_word_embeddings": True}
@@ -141,27 +143,99 @@ def test_tokenizer(folder, reference):
 
 def test_progress_bar(folder, capsys):
     load(folder)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")  # no terminal
     load(folder, progress=True)
-    assert "Loading weights" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Loading weights" in err
+    assert "10.1/10.1 kB" in err
+
+
+def test_progress_bar_of_a_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    load(folder)
+    assert "Loading weights" in capsys.readouterr().err
+    load(folder, progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(not can_measure(), reason="no way to measure a process's peak memory here")
+def test_memory_stays_near_that_of_the_weights(folder, tmp_path):
+    """tests/sweeps has the same for two gigabytes."""
+    large = write_large(tmp_path / "large", 512, layers=8, vocab_size=16_000, shards=3, dtype=ml_dtypes.bfloat16)
+    measured = measure(folder, large, "bfloat16")
+    assert measured["weights"] > 140e6
+    assert 0.9 < measured["peak"] / measured["weights"] < 1.2
 
 
 # Where it is found
 
 
 def test_a_hub_id_downloads_json_and_safetensors_only(folder, reference, monkeypatch):
-    asked = {}
+    asked = []
 
     def snapshot_download(name, **options):
-        asked.update(options, name=name)
+        asked.append(options | {"name": name})
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     loaded = load("somebody/model", revision="v1", local_files_only=True)
     assert_same_params(loaded.params, reference.params)
-    patterns = asked.pop("allow_patterns")
-    assert asked == {"name": "somebody/model", "revision": "v1", "local_files_only": True}
-    assert all(pattern.endswith((".json", ".safetensors")) for pattern in patterns)
+    before, everything = (options.pop("allow_patterns") for options in asked)
+    assert asked == [{"name": "somebody/model", "revision": "v1", "local_files_only": True}] * 2
+    assert all(pattern.endswith((".json", ".safetensors", ".jinja")) for pattern in everything)
+    assert set(before) < set(everything)
+    assert not [pattern for pattern in before if not pattern.endswith(".json")]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CONFIG | {"quantization_config": {"quant_method": "fp8"}}, r"is quantized \(fp8\)"),
+        (CONFIG | {"model_type": "gpt2"}, "model_type is 'gpt2'"),
+    ],
+)
+def test_what_is_refused_is_not_downloaded(tmp_path, monkeypatch, config, message):
+    def snapshot_download(name, *, allow_patterns, **_):
+        assert not any("safetensors" in pattern for pattern in allow_patterns)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    refused("somebody/model", message)
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_the_hubs_cache_is_enough(tmp_path, folder, reference, monkeypatch, offline):
+    """As an earlier download leaves it: files by their hash, a folder of links for a commit, and what main was."""
+    stored, commit = tmp_path / "hub" / "models--somebody--model", "0123456789abcdef0123456789abcdef01234567"
+    snapshot = stored / "snapshots" / commit
+    for made in (snapshot, stored / "blobs", stored / "refs"):
+        made.mkdir(parents=True)
+    (stored / "refs" / "main").write_text(commit)
+    for file in folder.iterdir():
+        blob = stored / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(blob)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(stored.parent))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    loaded = load("somebody/model", local_files_only=not offline)
+    assert loaded.folder == snapshot
+    assert_same_params(loaded.params, reference.params)
+    with pytest.raises(ValueError, match=r"^somebody/other is not a folder, and the hub did not give it: "):
+        load("somebody/other", local_files_only=not offline)
+
+
+def test_code_beside_a_checkpoint_never_runs(folder, reference, tmp_path):
+    """Neither of the ways in which a checkpoint may bring its own is followed."""
+    ran = tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w')"
+    (folder / "modeling_tiny.py").write_text(code)
+    (folder / "conftest.py").write_text(code)
+    config = CONFIG | {"auto_map": {"AutoConfig": "modeling_tiny.C", "AutoModelForCausalLM": "modeling_tiny.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_same_params(load(folder).params, reference.params)
+    assert not ran.exists()
 
 
 def test_what_cannot_be_found(tmp_path, monkeypatch):
@@ -223,9 +297,19 @@ def test_shapes_are_checked_before_any_weight_is_read(tmp_path, monkeypatch):
     refused(folder, "1 surplus: extra")
 
 
-def test_integer_weights(tmp_path):
-    weights = WEIGHTS | {"lm_head.weight": np.zeros((13, 8), np.int8)}
-    refused(write(tmp_path / "model", CONFIG, weights), r"lm_head\.weight is I8, expected one of F64, F32, F16, BF16")
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (np.int8, r"I8 \(quantized weights are not read\)"),
+        (ml_dtypes.float8_e4m3fn, r"F8_E4M3 \(quantized weights are not read\)"),
+        (ml_dtypes.float8_e5m2, r"F8_E5M2 \(quantized weights are not read\)"),
+        (np.int64, "I64"),
+    ],
+)
+def test_weights_that_are_not_plain_numbers(tmp_path, dtype, message):
+    weights = WEIGHTS | {"lm_head.weight": np.zeros((13, 8), dtype)}
+    folder = write(tmp_path / "model", CONFIG, weights)
+    refused(folder, rf"lm_head\.weight is {message}, expected one of F64, F32, F16, BF16$")
 
 
 def test_values_that_float16_cannot_hold(tmp_path):
@@ -236,11 +320,21 @@ def test_values_that_float16_cannot_hold(tmp_path):
     load(folder)
 
 
-def test_quantized_checkpoints(tmp_path):
-    config = CONFIG | {"quantization_config": {"quant_method": "fp8"}}
-    refused(
-        write(tmp_path / "model", config, WEIGHTS), r"is quantized \(fp8\), expected .* plain floating-point weights"
-    )
+@pytest.mark.parametrize(
+    ("stated", "named"),
+    [
+        ({"quant_method": "fp8", "fmt": "e4m3"}, "fp8, e4m3"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
+        ({"load_in_4bit": True}, "unknown format"),
+    ],
+)
+def test_quantized_checkpoints(tmp_path, stated, named):
+    folder = write(tmp_path / "model", CONFIG | {"quantization_config": stated}, WEIGHTS)
+    refused(folder, rf"is quantized \({named}\), expected a checkpoint of plain floating-point weights")
+    folder = write(tmp_path / "model", CONFIG | {"quantization_config": None}, WEIGHTS)
+    load(folder)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": stated}))
+    refused(folder, rf"is quantized \({named}\)")
 
 
 def test_config_file(folder):
@@ -267,6 +361,13 @@ def test_truncated_weights(folder, size):
     refused(folder, r"model\.safetensors is not a complete safetensors file: ")
 
 
+def test_a_truncated_shard_is_named(tmp_path):
+    folder = write(tmp_path / "model", CONFIG, WEIGHTS, shards=3)
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    refused(folder, r"model-00002-of-00003\.safetensors is not a complete safetensors file: ")
+
+
 def test_a_pointer_instead_of_weights(folder):
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     refused(folder, r"model\.safetensors is not a complete safetensors file: ")
@@ -288,7 +389,7 @@ def test_folders_without_safetensors(folder):
     (folder / "model.safetensors").unlink()
     refused(folder, r"model has neither model\.safetensors nor model\.safetensors\.index\.json$")
     (folder / "pytorch_model.bin").write_bytes(b"")
-    refused(folder, r"only pytorch_model\.bin: pickled weights can run code and are not read")
+    refused(folder, r"only pytorch_model\.bin: pickled weights can run code and are not read\. Save them as")
 
 
 def test_weights_that_cannot_fit_are_not_read(folder, monkeypatch):
