@@ -1,7 +1,9 @@
-<<<<<<< HEAD
-"""Kernels over recurrent state: each op has a plain JAX reference and GPU implementations behind one function."""
+"""Kernels of a hybrid model's decode step: each op has a plain JAX reference and GPU implementations behind a function."""
 
 from pallas_kernels.causal_conv1d_update import ConvUpdate, causal_conv1d_update
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.gated_delta_chunk import gated_delta_chunk
+from pallas_kernels.gated_delta_update import gated_delta_update
 from pallas_kernels.selective_state_update import StateUpdate, fold_history, selective_state_update
 from pallas_kernels.ssd_chunk_scan import ssd_chunk_scan
 from pallas_kernels.state_commit import state_commit
@@ -11,18 +13,12 @@ __all__ = [
     "ConvUpdate",
     "StateUpdate",
     "causal_conv1d_update",
+    "decode_attention",
     "fold_history",
+    "gated_delta_chunk",
+    "gated_delta_update",
     "selective_state_update",
     "ssd_chunk_scan",
     "state_commit",
     "state_scatter",
 ]
-=======
-"""Kernels of a hybrid model's decode step: each op has a plain JAX reference and GPU implementations behind a function."""
-
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.state_commit import state_commit
-from pallas_kernels.state_scatter import state_scatter
-
-__all__ = ["decode_attention", "state_commit", "state_scatter"]
->>>>>>> attn
