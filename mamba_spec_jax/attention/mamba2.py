@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_spec_jax.array_types import Array, Float, Rows
-from mamba_spec_jax.attention import ssd
 from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.cache.pools import LeafSpec
 from mamba_spec_jax.modes import SpeculativeMode
+from pallas_kernels import selective_state_update, ssd_chunk_scan
 from pallas_kernels.arithmetic import fenced
 from pallas_kernels.ring import Ring
-from pallas_kernels.selective_state_update import recurrence, selective_state_update
+from pallas_kernels.selective_state_update.recurrence import SSMInputs, fold
 
 
 @flax.struct.dataclass
@@ -94,25 +94,37 @@ class Mamba2(Recurrence):
     def _constants(self, inputs: Mamba2Inputs) -> dict[str, Array]:
         return {"A": fenced(-jnp.exp(inputs.weights.A_log.astype(jnp.float32)))}
 
-    def _tokens(self, mixed: Array, inputs: Mamba2Inputs, batch: ForwardBatch) -> ssd.SSMInputs:
+    def _tokens(self, mixed: Array, inputs: Mamba2Inputs, batch: ForwardBatch) -> SSMInputs:
         B, T, _ = mixed.shape
         inner = self.heads * self.head_dim
         x, b, c = jnp.split(mixed, [inner, inner + self.groups * self.state], axis=-1)
         dt = jax.nn.softplus(inputs.dt.astype(jnp.float32) + inputs.weights.dt_bias.astype(jnp.float32))
         dt = fenced(jnp.where(batch.is_real[..., None], jnp.clip(dt, *self.dt_limits), 0))
-        return ssd.SSMInputs(
+        return SSMInputs(
             x=x.reshape(B, T, self.heads, self.head_dim),
             dt=dt,
             B=b.reshape(B, T, self.groups, self.state),
             C=c.reshape(B, T, self.groups, self.state),
         )
 
-    def _scan(self, h0: Array, tokens: ssd.SSMInputs, inputs: Mamba2Inputs) -> tuple[Array, Array]:
-        D = inputs.weights.D.astype(jnp.float32)
-        return ssd.chunk_scan(h0, tokens, self._constants(inputs)["A"], D, self.chunk_size)
+    def _scan(
+        self, index: int, tokens: SSMInputs, inputs: Mamba2Inputs, batch: ForwardBatch, state: Array
+    ) -> tuple[Array, Array]:
+        return ssd_chunk_scan(
+            state,
+            tokens.x,
+            tokens.dt,
+            self._constants(inputs)["A"],
+            tokens.B,
+            tokens.C,
+            inputs.weights.D.astype(jnp.float32),
+            layer=index,
+            slots=batch.slots,
+            chunk_size=self.chunk_size,
+        )
 
     def _update(
-        self, index: int, tokens: ssd.SSMInputs, inputs: Mamba2Inputs, batch: ForwardBatch, state: Array,
+        self, index: int, tokens: SSMInputs, inputs: Mamba2Inputs, batch: ForwardBatch, state: Array,
         *, snapshots: Array | None = None, ring: Ring | None = None, fold: Array | None = None,
     ) -> tuple[Array, Array, Array | None, Ring | None]:  # fmt: skip
         return selective_state_update(
@@ -129,4 +141,4 @@ class Mamba2(Recurrence):
         )  # fmt: skip
 
     def _fold(self, h0: Array, kept: dict[str, Array], constants: dict[str, Any], counts: Rows) -> Array:
-        return recurrence.fold(h0, recurrence.SSMInputs(**kept, C=None), constants["A"], counts)
+        return fold(h0, SSMInputs(**kept, C=None), constants["A"], counts)

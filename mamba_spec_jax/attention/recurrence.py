@@ -9,14 +9,12 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Int32, Rows
 from mamba_spec_jax.attention.base import ForwardBatch
-from mamba_spec_jax.attention.conv import advance_window, causal_conv1d
 from mamba_spec_jax.cache.pools import LeafSpec, MambaPool, PoolSpec, RingSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.modes import CommitStrategy, ReplayRing, SpeculativeMode
+from pallas_kernels import causal_conv1d_update, state_commit
 from pallas_kernels import ring as rings
-from pallas_kernels import state_commit
-from pallas_kernels.arithmetic import fenced
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ring import Ring
 
@@ -63,8 +61,8 @@ class Recurrence(abc.ABC):
         """What is read of each token, from the convolution's outputs `[B, T, C]`; padding changes nothing."""
 
     @abc.abstractmethod
-    def _scan(self, h0: Array, tokens: Any, inputs: Any) -> tuple[Array, Array]:
-        """Outputs and last state of a stretch of text, in the chunked form."""
+    def _scan(self, index: int, tokens: Any, inputs: Any, batch: ForwardBatch, state: Array) -> tuple[Array, Array]:
+        """One layer's outputs of a stretch of text, chunk by chunk, and the pool of states after it."""
 
     @abc.abstractmethod
     def _update(
@@ -119,27 +117,30 @@ class Recurrence(abc.ABC):
         Without a record the pool advances. With one, what its slots hold stays the same; under REPLAY the window's
         inputs are written behind the history, and where the ring gets full the history is folded into the state.
         """
-        slots = slot_index(batch.slots, pool.ssm.shape[1])
-        window = pool.conv.at[index, slots].get(mode="fill", fill_value=0)
-        # Rounded as the pool will hold them, so that a token sees the same neighbours inside a window and across two.
-        conv_inputs = inputs.conv_inputs.astype(pool.conv.dtype)
-        weights = inputs.weights
-        mixed = fenced(causal_conv1d(window, conv_inputs, weights.conv_weight, weights.conv_bias, batch.parents))
-        mixed = mixed.astype(inputs.conv_inputs.dtype)
+        x, weights = inputs.conv_inputs, inputs.weights
+        mixed, conv, conv_inputs = causal_conv1d_update(
+            x,
+            pool.conv,
+            weights.conv_weight,
+            weights.conv_bias,
+            layer=index,
+            slots=batch.slots,
+            num_tokens=batch.num_tokens if record is None else None,
+            conv_inputs=None if record is None else record.conv_inputs,
+            parents=batch.parents,
+            implementation=self.implementation,
+        )
         if batch.parents is not None:  # a padding node has a weight of zero among other branches, if it is finite
             mixed = jnp.where(batch.is_real[..., None], mixed, 0)
         tokens = self._tokens(mixed, inputs, batch)
         if record is None:
-            y, h = self._scan(self._states(index, slots, pool, inputs), tokens, inputs)
-            ssm = pool.ssm.at[index, slots].set(h.astype(pool.ssm.dtype), mode="drop")
-            conv = pool.conv.at[index, slots].set(advance_window(window, conv_inputs, batch.num_tokens), mode="drop")
-            last = index == pool.ssm.shape[0] - 1
-            ring = rings.clear(pool.ring, batch.slots) if pool.ring is not None and last else pool.ring
-            pool = dataclasses.replace(pool, ssm=ssm, conv=conv, ring=ring)
+            pool = dataclasses.replace(self._settle(index, pool, inputs, batch.slots), conv=conv)
+            y, ssm = self._scan(index, tokens, inputs, batch, pool.ssm)
+            pool = dataclasses.replace(pool, ssm=ssm)
         else:
             y, pool, record = self._verify(index, tokens, inputs, pool, record, batch)
-            record = dataclasses.replace(record, conv_inputs=record.conv_inputs.at[index].set(conv_inputs))
-        return y.astype(inputs.conv_inputs.dtype), pool, record
+            record = dataclasses.replace(record, conv_inputs=conv_inputs)  # type: ignore[arg-type]  # was given
+        return y.astype(x.dtype), pool, record
 
     def commit(
         self, pool: MambaPool, record: VerifyRecord, steps: Rows, track_slots: Rows | None, track_steps: Rows | None
@@ -192,13 +193,21 @@ class Recurrence(abc.ABC):
         pool = dataclasses.replace(pool, ssm=ssm, ring=ring)
         return y, pool, dataclasses.replace(record, recurrent=constants)
 
-    def _states(self, index: int, slots: Rows, pool: MambaPool, inputs: Any) -> Array:
-        """What the slots hold in one layer, `[B, H, P, N]`."""
-        states = pool.ssm.at[index, slots].get(mode="fill", fill_value=0)
-        if pool.ring is None:
-            return states
-        kept = rings.read_history(pool.ring, index, slots)
-        return self._fold(states, kept, self._constants(inputs), rings.rows_of(pool.ring.counts, slots))
+    def _settle(self, index: int, pool: MambaPool, inputs: Any, slots: Rows) -> MambaPool:
+        """Folds the history of `slots` into their states in one layer, and forgets it with the last one."""
+        ring = pool.ring
+        if ring is None:
+            return pool
+        at = slot_index(slots, pool.ssm.shape[1])
+        kept, counts = rings.read_history(ring, index, slots), rings.rows_of(ring.counts, slots)
+        states = pool.ssm.at[index, at].get(mode="fill", fill_value=0)
+        states = self._fold(states, kept, self._constants(inputs), counts)
+        last = index == pool.ssm.shape[0] - 1
+        return dataclasses.replace(
+            pool,
+            ssm=pool.ssm.at[index, at].set(states, mode="drop"),
+            ring=rings.clear(ring, slots) if last else ring,
+        )
 
     def _folds(self, ring: Ring, slots: Rows, num_tokens: int) -> Array:
         """Which rows fold their history in a pass of `num_tokens`."""

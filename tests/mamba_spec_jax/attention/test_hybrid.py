@@ -30,7 +30,7 @@ class Child:
         self.pool_spec = pool_spec
         self.reached = []
 
-    def init_record(self, batch, dtype):
+    def init_record(self, batch):
         self.reached.append(("init_record", batch.mode))
         spec = RecordSpec(self, batch.mode, CommitStrategy.SNAPSHOT)
         return VerifyRecord(ROWS, ROWS, None, jnp.zeros((1, 1, 1, 1)), spec)
@@ -70,7 +70,7 @@ def one_pass(backend, mode, cache=None):
     """A pass of one layer; the cache, and the record if there is one."""
     cache = HybridCache.create(SPEC, 1, 8) if cache is None else cache
     batch = ForwardBatch.create(mode, cache, ROWS, ROWS + 1, width=1)
-    record = backend.init_record(batch, jnp.float32)
+    record = backend.init_record(batch)
     _, cache, record = backend.forward(3, jnp.zeros(()), cache, record, batch)
     return cache, record
 
@@ -184,7 +184,7 @@ def hybrid(speculative_mode=SpeculativeMode.DECODE, strategy=CommitStrategy.SNAP
 def verify(backend, cache, weights, inputs):
     slots = jnp.arange(2, dtype=jnp.int32)
     batch = ForwardBatch.create(ForwardMode.TARGET_VERIFY, cache, slots, slots + 3, width=4)
-    record = backend.init_record(batch, jnp.float32)
+    record = backend.init_record(batch)
     mixed = Mamba2Inputs(inputs[0][0], inputs[1][0], weights[0])
     _, cache, record = backend.forward(0, mixed, cache, record, batch)
     return dataclasses.replace(cache, awaiting_commit=True), record

@@ -107,7 +107,7 @@ def test_layers_are_routed_by_kind_and_inputs_checked():
     cache = HybridCache.create(MIXED.pool_spec, 2, 8)
     batch = ForwardBatch.create(ForwardMode.EXTEND, cache, ROWS, ROWS + 2, width=2)
     attention, recurrence = mixed_inputs()
-    assert MIXED.init_record(batch, jnp.float32) is None
+    assert MIXED.init_record(batch) is None
     for layer_id, given, message in (
         (0, attention, "layer 0 is a recurrent layer: got AttentionInputs, expected Mamba2Inputs"),
         (1, recurrence, "layer 1 is a full-attention layer: got Mamba2Inputs, expected AttentionInputs"),
@@ -154,7 +154,7 @@ def test_a_layer_may_be_both_or_neither():
 def test_idle_gives_zeros_and_touches_nothing():
     cache = HybridCache.create(MIXED.pool_spec, 2, 8)
     batch = ForwardBatch.create(ForwardMode.IDLE, cache, ROWS, ROWS + 2, width=2)
-    assert MIXED.init_record(batch, jnp.float32) is None
+    assert MIXED.init_record(batch) is None
     for layer_id, inputs, shape in zip((1, 0), mixed_inputs(), ((1, 2, 2, 2), (1, 2, 3, 5)), strict=True):
         y, after, record = MIXED.forward(layer_id, inputs, cache, None, batch)
         assert y.shape == shape

@@ -1,14 +1,14 @@
-"""The recurrence and the convolution against float64, in every form; and what the backend refuses."""
+"""Prompts through the backend, and the recurrence in chunks, against float64; and what the backend refuses."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_spec_jax.attention import ssd
-from mamba_spec_jax.attention.conv import advance_window, causal_conv1d
 from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.modes import ForwardMode
+from pallas_kernels.selective_state_update.recurrence import SSMInputs
+from pallas_kernels.ssd_chunk_scan.reference import chunk_scan
 
 from . import oracle
 from .recurrent import SLOTS, assert_same_bits, forward, make_backend, make_inputs, make_weights, occupied
@@ -20,7 +20,7 @@ B, T, H, P, N = 3, 10, 6, 5, 7
 
 def draw_ssm(groups, seed=0):
     rng = np.random.default_rng(seed)
-    inputs = ssd.SSMInputs(
+    inputs = SSMInputs(
         x=rng.normal(size=(B, T, H, P)),
         dt=rng.exponential(size=(B, T, H)),
         B=rng.normal(size=(B, T, groups, N)),
@@ -45,50 +45,9 @@ def exact(h0, inputs, A, D):
 def test_chunk_scan(chunk_size):
     arguments = draw_ssm(groups=2)
     outputs, states = exact(*arguments)
-    y, h = jax.jit(ssd.chunk_scan, static_argnames="chunk_size")(*single(arguments), chunk_size=chunk_size)
+    y, h = jax.jit(chunk_scan, static_argnames="chunk_size")(*single(arguments), chunk_size=chunk_size)
     np.testing.assert_allclose(y, outputs, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(h, states[:, -1], rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("scan", [ssd.step_scan, ssd.window_scan])
-def test_window_forms(scan, groups):
-    arguments = draw_ssm(groups)
-    outputs, states = exact(*arguments)
-    record = np.full((2, B, T, H, P, N), np.nan, np.float32)
-    y, record = jax.jit(scan, static_argnames="index")(*single(arguments), record, index=1)
-    np.testing.assert_allclose(y, outputs, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(record[1], states, rtol=2e-5, atol=2e-5)
-    assert np.isnan(record[0]).all(), "another layer's share"
-    y_alone, nothing = jax.jit(scan, static_argnames="index")(*single(arguments), None, index=1)
-    assert nothing is None
-    np.testing.assert_allclose(y_alone, outputs, rtol=2e-5, atol=2e-5)
-
-
-def test_fold_stops_at_each_rows_count():
-    h0, inputs, A, D = draw_ssm(groups=2)
-    _, states = exact(h0, inputs, A, D)
-    h0, inputs, A = single((h0, inputs, A))
-    h = np.asarray(jax.jit(ssd.fold)(h0, inputs, A, np.array([0, 4, T])))
-    assert_same_bits(h[0], h0[0])
-    np.testing.assert_allclose(h[1], states[1, 3], rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(h[2], states[2, -1], rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("width", [2, 5])
-def test_convolution(width, bias):
-    rng = np.random.default_rng(0)
-    window, inputs, weight = (rng.normal(size=s) for s in ((B, width - 1, 9), (B, T, 9), (width, 9)))
-    added = rng.normal(size=9) if bias else None
-    expected = [oracle.causal_conv1d(window[b], inputs[b], weight, added)[0] for b in range(B)]
-    actual = jax.jit(causal_conv1d)(*single((window, inputs, weight, added)))
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-    counts = np.array([0, 1, T])
-    left = np.asarray(jax.jit(advance_window)(*single((window, inputs)), counts))
-    for b in range(B):
-        expected_window = oracle.causal_conv1d(window[b], inputs[b, : counts[b]], weight, added)[1]
-        np.testing.assert_array_equal(left[b], expected_window.astype(np.float32))
 
 
 @pytest.mark.parametrize("options", [{}, {"heads": 6, "groups": 3, "conv_width": 2, "dt_limits": (0.2, 0.8)}])
@@ -120,8 +79,8 @@ def test_prefill_against_float64(options):
 def test_large_steps_do_not_overflow():
     """exp(c_t - c_j) above the diagonal would be inf, and inf times zero NaN."""
     h0, inputs, A, D = draw_ssm(groups=1)
-    inputs = inputs.replace(dt=np.full((B, T, H), 50.0))
-    y, h = jax.jit(ssd.chunk_scan, static_argnames="chunk_size")(*single((h0, inputs, A, D)), chunk_size=T)
+    inputs = inputs._replace(dt=np.full((B, T, H), 50.0))
+    y, h = jax.jit(chunk_scan, static_argnames="chunk_size")(*single((h0, inputs, A, D)), chunk_size=T)
     outputs, states = exact(h0, inputs, A, D)
     np.testing.assert_allclose(y, outputs, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(h, states[:, -1], rtol=1e-4, atol=1e-4)
@@ -135,10 +94,10 @@ def test_long_chunks_keep_the_digits_of_short_distances():
         rng.exponential(0.5, (1, 256, 2)),
         *rng.normal(size=(2, 1, 256, 1, 4)),
     )
-    inputs, h0, A, D = ssd.SSMInputs(x, dt, B_, C), np.zeros((1, 2, 3, 4)), np.array([-16.0, -100.0]), np.zeros(2)
+    inputs, h0, A, D = SSMInputs(x, dt, B_, C), np.zeros((1, 2, 3, 4)), np.array([-16.0, -100.0]), np.zeros(2)
     outputs, states = oracle.ssm(h0[0], x[0], dt[0], B_[0], C[0], A, D)
     assert np.abs(np.sum(dt[0] * A, axis=0)).max() > 1e4
-    y, h = jax.jit(ssd.chunk_scan, static_argnames="chunk_size")(*single((h0, inputs, A, D)), chunk_size=256)
+    y, h = jax.jit(chunk_scan, static_argnames="chunk_size")(*single((h0, inputs, A, D)), chunk_size=256)
     np.testing.assert_allclose(y[0], outputs, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(h[0], states[-1], rtol=1e-5, atol=1e-5)
 
