@@ -1,20 +1,17 @@
 """What a hybrid model is, as one frozen description that every family translates its checkpoints into."""
 
 import dataclasses
-import math
 
-from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.attention.recurrence import Recurrence
-from mamba_spec_jax.cache.pools import PoolSpec, RingSpec
+from mamba_spec_jax.cache.pools import PoolSpec
 from mamba_spec_jax.layers.mlp import ACTIVATIONS
 from mamba_spec_jax.layers.routing import SigmoidRouting
-from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ReplayRing, SpeculativeMode
-from pallas_kernels.dispatch import Implementation
+from mamba_spec_jax.models.recurrent_config import RecurrentConfig, require_multiple, require_positive
+from mamba_spec_jax.modes import DTypePolicy
 
 _ATTENDS = ("attention", "parallel", "shared")
 _RECURS = ("mamba", "parallel", "shared")
 LAYER_TYPES = ("mamba", "attention", "parallel", "shared", "mlp", "moe")
-MAMBA_NORMS = ("gated", "before_gate", "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +67,7 @@ class HybridConfig:
         attention_bias: whether the attention projections have biases.
         rope_theta: base of the rotary embedding, None for none.
         rotary_dim: leading dims of a head that it rotates, None for all.
-        mamba_heads, mamba_head_dim, mamba_state, mamba_groups: H, P, N, G.
-        mamba_conv_width: W.
-        mamba_conv_bias, mamba_proj_bias, mamba_out_bias: which of convolution, input and output projection have biases.
-        mamba_chunk_size: tokens a chunk of prefill.
-        mamba_norm: of Mamba-2's output y and gate z: "gated" norm(y silu(z)), "before_gate" norm(y) silu(z), "none".
-        mamba_norm_eps: of that norm, None for `norm_eps`.
-        time_step_limit: clamp of the time step after softplus, the same in every pass.
+        recurrent: what its recurrent layers are.
         shared_intermediate_size: width of the dense part beside experts, after a mixer or in a shared block.
         mlp_intermediate_size: width of "mlp" layers.
         mlp_activation, mlp_gated, mlp_bias: of every feed-forward part, experts included (which have no biases).
@@ -96,11 +87,7 @@ class HybridConfig:
     vocab_size: int
     hidden_size: int
     layer_types: tuple[str, ...]
-    mamba_heads: int
-    mamba_head_dim: int
-    mamba_state: int
-    mamba_groups: int
-    mamba_conv_width: int
+    recurrent: RecurrentConfig
     separate_feed_forward: bool = False
     num_attention_heads: int = 0
     num_key_value_heads: int = 0
@@ -109,13 +96,6 @@ class HybridConfig:
     attention_bias: bool = False
     rope_theta: float | None = None
     rotary_dim: int | None = None
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
-    mamba_out_bias: bool = False
-    mamba_chunk_size: int = 256
-    mamba_norm: str = "gated"
-    mamba_norm_eps: float | None = None
-    time_step_limit: tuple[float, float] = (0.0, math.inf)
     shared_intermediate_size: int = 0
     mlp_intermediate_size: int = 0
     mlp_activation: str = "silu"
@@ -140,31 +120,21 @@ class HybridConfig:
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if unknown or not self.layer_types:
             raise ValueError(f"layer_types has {unknown or 'no layers'}, expected each to be one of {LAYER_TYPES}")
-        for name in self._sizes():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        multiples = [("mamba_heads", "mamba_groups")]
+        require_positive(self, *self._sizes())
         if self.attention_layers:
-            multiples.append(("num_attention_heads", "num_key_value_heads"))
-        for whole, part in multiples:
-            if getattr(self, whole) % getattr(self, part):
-                raise ValueError(f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}")
+            require_multiple(self, "num_attention_heads", "num_key_value_heads")
         if self.rope_theta is not None and self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, expected an even one for rotary embedding")
         if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
             raise ValueError(f"rotary_dim is {self.rotary_dim}, expected an even number up to head_dim={self.head_dim}")
-        for name, choices in (("mlp_activation", tuple(ACTIVATIONS)), ("mamba_norm", MAMBA_NORMS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {choices}")
-        if not self.time_step_limit[0] <= self.time_step_limit[1]:
-            raise ValueError(f"time_step_limit is {self.time_step_limit}, expected two numbers in ascending order")
+        if self.mlp_activation not in ACTIVATIONS:
+            raise ValueError(f"mlp_activation is {self.mlp_activation!r}, expected one of {tuple(ACTIVATIONS)}")
         if ("shared" in self.layer_types) != (self.shared_blocks is not None):
             raise ValueError(f"shared_blocks is {self.shared_blocks}, expected them if and only if a layer is shared")
 
     def _sizes(self) -> list[str]:
         """The sizes that this model needs to have."""
-        names = ["vocab_size", "hidden_size", "mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups"]
-        names += ["mamba_chunk_size"]
+        names = ["vocab_size", "hidden_size"]
         if self.attention_layers:
             names += ["num_attention_heads", "num_key_value_heads", "head_dim"]
         if "shared" in self.layer_types or not self.separate_feed_forward:
@@ -181,7 +151,7 @@ class HybridConfig:
         return tuple(i for i, kind in enumerate(self.layer_types) if kind in _ATTENDS)
 
     @property
-    def mamba_layers(self) -> tuple[int, ...]:
+    def recurrent_layers(self) -> tuple[int, ...]:
         """Ids of the layers with recurrent state."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind in _RECURS)
 
@@ -197,50 +167,21 @@ class HybridConfig:
         kind = self.layer_types[layer_id]
         return kind == "moe" or (kind != "mlp" and not self.separate_feed_forward and self.num_experts > 0)
 
-    @property
-    def mamba_inner(self) -> int:
-        return self.mamba_heads * self.mamba_head_dim
-
-    @property
-    def conv_channels(self) -> int:
-        return self.mamba_inner + 2 * self.mamba_groups * self.mamba_state
-
-    def recurrence(
-        self,
-        verify: SpeculativeMode = SpeculativeMode.DECODE,
-        strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
-        replay: ReplayRing = ReplayRing(),  # noqa: B008, frozen
-        implementation: Implementation | None = None,
-    ) -> Recurrence:
-        """The backend of the recurrent layers."""
-        return Mamba2(
-            heads=self.mamba_heads,
-            head_dim=self.mamba_head_dim,
-            state=self.mamba_state,
-            groups=self.mamba_groups,
-            conv_width=self.mamba_conv_width,
-            chunk_size=self.mamba_chunk_size,
-            dt_limits=self.time_step_limit,
-            verify=verify,
-            strategy=strategy,
-            replay=replay,
-            implementation=implementation,
-        )
-
-    def pool_spec(self, policy: DTypePolicy, ring: RingSpec | None = None) -> PoolSpec:
-        """What a cache slot of this model holds."""
+    def pool_spec(self, policy: DTypePolicy, recurrence: Recurrence | None = None) -> PoolSpec:
+        """What a cache slot of this model holds for a backend of its recurrent layers, by default SNAPSHOT's."""
+        recurrence = recurrence or self.recurrent.backend()
         return PoolSpec(
-            recurrent_layers=len(self.mamba_layers),
-            heads=self.mamba_heads,
-            head_dim=self.mamba_head_dim,
-            state=self.mamba_state,
-            conv_width=self.mamba_conv_width,
-            conv_channels=self.conv_channels,
+            recurrent_layers=len(self.recurrent_layers),
+            heads=recurrence.heads,
+            head_dim=recurrence.head_dim,
+            state=recurrence.state,
+            conv_width=recurrence.conv_width,
+            conv_channels=recurrence.conv_channels,
             attention_layers=len(self.attention_layers),
             kv_heads=self.num_key_value_heads,
             kv_head_dim=self.head_dim,
             ssm_dtype=policy.ssm,
             conv_dtype=policy.conv,
             kv_dtype=policy.kv,
-            ring=ring,
+            ring=recurrence.ring_spec(policy.activations),
         )

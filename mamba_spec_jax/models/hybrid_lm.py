@@ -69,14 +69,16 @@ class HybridModel:
         _check_hidden_layers(hidden_layers, config)
 
         def child(verify: SpeculativeMode) -> HybridLinearAttnBackend:
-            linear = config.recurrence(verify, strategy, replay, implementation)
+            linear = config.recurrent.backend(
+                verify=verify, strategy=strategy, replay=replay, implementation=implementation
+            )
             return HybridLinearAttnBackend(
                 num_layers=len(config.layer_types),
                 full_attn_layers=config.attention_layers,
                 full=FullAttention(scale=config.attention_scale),
                 linear=linear,
-                pool_spec=config.pool_spec(policy, linear.ring_spec(policy.activations)),
-                linear_attn_layers=config.mamba_layers,
+                pool_spec=config.pool_spec(policy, linear),
+                linear_attn_layers=config.recurrent_layers,
             )
 
         backend = HybridAttnBackend.create(

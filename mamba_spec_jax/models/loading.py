@@ -94,7 +94,8 @@ def load(
     family = family_of(hf)
     config = _with_generation_config(family.read_config(hf), folder)
     if time_step_limit is not None:
-        config = dataclasses.replace(config, time_step_limit=time_step_limit)
+        recurrent = dataclasses.replace(config.recurrent, time_step_limit=time_step_limit)
+        config = dataclasses.replace(config, recurrent=recurrent)
     model = HybridModel.create(
         config,
         policy,

@@ -61,30 +61,30 @@ class Mamba2Mixer(nnx.Module):
     """Mamba-2: one projection in, convolution and recurrence in the backend, gated norm, one projection out."""
 
     def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
-        self.inner = config.mamba_inner
-        self.conv_channels = config.conv_channels
+        self.inner = config.recurrent.inner
+        self.conv_channels = config.recurrent.conv_channels
         self.multipliers = config.multipliers
         linear = functools.partial(nnx.Linear, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
-        H, C = config.mamba_heads, config.conv_channels
-        BC = config.mamba_groups * config.mamba_state
+        H, C = config.recurrent.heads, config.recurrent.conv_channels
+        BC = config.recurrent.groups * config.recurrent.state
         self.parts = (self.inner, self.inner, BC, BC, H)  # z, x, B, C, dt
-        self.in_proj = linear(config.hidden_size, self.inner + C + H, use_bias=config.mamba_proj_bias)
-        self.out_proj = linear(self.inner, config.hidden_size, use_bias=config.mamba_out_bias)
+        self.in_proj = linear(config.hidden_size, self.inner + C + H, use_bias=config.recurrent.proj_bias)
+        self.out_proj = linear(self.inner, config.hidden_size, use_bias=config.recurrent.out_bias)
         init = nnx.initializers.lecun_normal()
-        self.conv_weight = nnx.Param(init(rngs.params(), (config.mamba_conv_width, C), policy.params))
-        self.conv_bias = nnx.Param(jnp.zeros((C,), policy.params)) if config.mamba_conv_bias else None
+        self.conv_weight = nnx.Param(init(rngs.params(), (config.recurrent.conv_width, C), policy.params))
+        self.conv_bias = nnx.Param(jnp.zeros((C,), policy.params)) if config.recurrent.conv_bias else None
         self.dt_bias = nnx.Param(jnp.ones((H,), policy.params))
         self.A_log = nnx.Param(jnp.log(jnp.arange(1, H + 1, dtype=jnp.float32)).astype(policy.params))
         self.D = nnx.Param(jnp.ones((H,), policy.params))
         self.norm = (
             GatedRMSNorm(
                 self.inner,
-                groups=config.mamba_groups,
-                eps=config.norm_eps if config.mamba_norm_eps is None else config.mamba_norm_eps,
-                before_gate=config.mamba_norm == "before_gate",
+                groups=config.recurrent.groups,
+                eps=config.norm_eps if config.recurrent.norm_eps is None else config.recurrent.norm_eps,
+                before_gate=config.recurrent.norm == "before_gate",
                 param_dtype=policy.params,
             )
-            if config.mamba_norm != "none"
+            if config.recurrent.norm != "none"
             else None
         )
 

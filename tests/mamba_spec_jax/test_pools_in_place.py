@@ -83,7 +83,8 @@ def allowed_temporaries(model) -> int:
     config, spec = model.config, model.backend.pool_spec
     block = B * 256 * (3 * 2 * spec.kv_heads * spec.kv_head_dim + 2 * T * config.num_attention_heads) * 4
     record = B * T * (spec.ssm_bytes() + spec.conv_bytes())
-    activations = B * T * 4 * 8 * (config.vocab_size + config.conv_channels + 2 * config.shared_intermediate_size)
+    widths = config.vocab_size + config.recurrent.conv_channels + 2 * config.shared_intermediate_size
+    activations = B * T * 4 * 8 * widths
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_params()))
     return block + 2 * record + activations + weights
 

@@ -1,5 +1,6 @@
 """Tiny random hybrid models that the tests of whole steps share."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,9 @@ import numpy as np
 from mamba_spec_jax.layers.routing import SigmoidRouting
 from mamba_spec_jax.models.config import BranchMultipliers, HybridConfig, SharedBlocks
 from mamba_spec_jax.models.hybrid_lm import HybridModel
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
+MAMBA = Mamba2Config(heads=3, head_dim=5, state=9, groups=1, conv_width=4, chunk_size=4)
 _SHAPE = {
     "model_type": "granitemoehybrid",
     "vocab_size": 29,
@@ -18,21 +21,15 @@ _SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 6,
     "attention_scale": 0.3,
-    "mamba_heads": 3,
-    "mamba_head_dim": 5,
-    "mamba_state": 9,
-    "mamba_conv_width": 4,
-    "mamba_chunk_size": 4,
+    "recurrent": MAMBA,
     "shared_intermediate_size": 20,
     "residual_multiplier": 0.7,
 }
-DENSE = HybridConfig(**_SHAPE, layer_types=("mamba", "attention", "mamba"), mamba_groups=1)
+DENSE = HybridConfig(**_SHAPE, layer_types=("mamba", "attention", "mamba"))
 # Rotary positions, routed experts, groups, tied embeddings, attention first and last.
 MOE = HybridConfig(
-    **(_SHAPE | {"mamba_heads": 6, "mamba_conv_width": 3}),
+    **(_SHAPE | {"recurrent": dataclasses.replace(MAMBA, heads=6, conv_width=3, groups=3, conv_bias=False)}),
     layer_types=("attention", "mamba", "mamba", "attention"),
-    mamba_groups=3,
-    mamba_conv_bias=False,
     rope_theta=10_000.0,
     num_experts=4,
     experts_per_token=2,
@@ -43,18 +40,16 @@ MOE = HybridConfig(
 )
 CONFIGS = {"dense": DENSE, "moe": MOE}
 # The other ways in which layers are made up: recurrence alone, both mixers in a layer, one part a layer, shared blocks.
-_ALONE = {"mamba_groups": 1, "separate_feed_forward": True}
+_ALONE = {"separate_feed_forward": True}
 PURE = HybridConfig(
-    **{name: value for name, value in _SHAPE.items() if name.startswith(("mamba", "model", "vocab", "hidden"))},
+    **{name: value for name, value in _SHAPE.items() if name.startswith(("recurrent", "model", "vocab", "hidden"))},
     **_ALONE,
     layer_types=("mamba", "mamba"),
     residual_in_fp32=True,
 )
 PARALLEL = HybridConfig(
-    **_SHAPE,
+    **(_SHAPE | {"recurrent": dataclasses.replace(MAMBA, norm="none")}),
     layer_types=("parallel", "parallel"),
-    mamba_groups=1,
-    mamba_norm="none",
     multipliers=BranchMultipliers(0.9, 1.3, 1.2, 0.7, (0.8, 1.3, 0.6, 1.1, 0.5), 0.7, 1.4),
 )
 APART = HybridConfig(

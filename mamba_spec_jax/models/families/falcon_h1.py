@@ -7,6 +7,7 @@ from mamba_spec_jax.models.config import BranchMultipliers, HybridConfig
 from mamba_spec_jax.models.families import pieces
 from mamba_spec_jax.models.families.base import Family, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 
 def read_config(hf: HFConfig) -> HybridConfig:
@@ -30,17 +31,19 @@ def read_config(hf: HFConfig) -> HybridConfig:
         attention_scale=hf.number("key_multiplier", 1.0) * head_dim**-0.5,
         attention_bias=hf.flag("attention_bias", False),
         rope_theta=pieces.rope_theta(hf),
-        mamba_heads=mamba_heads,
-        mamba_head_dim=_mamba_head_dim(hf, hidden_size, mamba_heads),
-        mamba_state=hf.integer("mamba_d_state", 256, minimum=1),
-        mamba_groups=hf.integer("mamba_n_groups", 1, minimum=1),
-        mamba_conv_width=hf.integer("mamba_d_conv", 4, minimum=2),
-        mamba_conv_bias=hf.flag("mamba_conv_bias", True),
-        mamba_proj_bias=hf.flag("mamba_proj_bias", False),
-        mamba_out_bias=hf.flag("projectors_bias", False),
-        mamba_chunk_size=hf.integer("mamba_chunk_size", 256, minimum=1),
-        mamba_norm=_mamba_norm(hf),
-        time_step_limit=hf.limits("time_step_limit", (0.0, math.inf)),
+        recurrent=Mamba2Config(
+            heads=mamba_heads,
+            head_dim=_mamba_head_dim(hf, hidden_size, mamba_heads),
+            state=hf.integer("mamba_d_state", 256, minimum=1),
+            groups=hf.integer("mamba_n_groups", 1, minimum=1),
+            conv_width=hf.integer("mamba_d_conv", 4, minimum=2),
+            conv_bias=hf.flag("mamba_conv_bias", True),
+            proj_bias=hf.flag("mamba_proj_bias", False),
+            out_bias=hf.flag("projectors_bias", False),
+            chunk_size=hf.integer("mamba_chunk_size", 256, minimum=1),
+            norm=_mamba_norm(hf),
+            time_step_limit=hf.limits("time_step_limit", (0.0, math.inf)),
+        ),
         shared_intermediate_size=hf.integer("intermediate_size", 14336, minimum=1),
         mlp_bias=hf.flag("mlp_bias", False),
         norm_eps=hf.number("rms_norm_eps", 1e-5, positive=True),

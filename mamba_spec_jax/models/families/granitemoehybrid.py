@@ -7,6 +7,7 @@ from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 
 def read_config(hf: HFConfig) -> HybridConfig:
@@ -29,16 +30,18 @@ def read_config(hf: HFConfig) -> HybridConfig:
         attention_scale=hf.number("attention_multiplier", 1.0),
         attention_bias=hf.flag("attention_bias", False),
         rope_theta=_rope_theta(hf),
-        mamba_heads=mamba_heads,
-        mamba_head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size"),
-        mamba_state=hf.integer("mamba_d_state", 256, minimum=1),
-        mamba_groups=hf.integer("mamba_n_groups", 1, minimum=1),
-        mamba_conv_width=hf.integer("mamba_d_conv", 4, minimum=2),
-        mamba_conv_bias=hf.flag("mamba_conv_bias", True),
-        mamba_proj_bias=hf.flag("mamba_proj_bias", False),
-        mamba_out_bias=hf.flag("mamba_proj_bias", False),
-        mamba_chunk_size=hf.integer("mamba_chunk_size", 256, minimum=1),
-        time_step_limit=hf.limits("time_step_limit", (0.0, math.inf)),
+        recurrent=Mamba2Config(
+            heads=mamba_heads,
+            head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size"),
+            state=hf.integer("mamba_d_state", 256, minimum=1),
+            groups=hf.integer("mamba_n_groups", 1, minimum=1),
+            conv_width=hf.integer("mamba_d_conv", 4, minimum=2),
+            conv_bias=hf.flag("mamba_conv_bias", True),
+            proj_bias=hf.flag("mamba_proj_bias", False),
+            out_bias=hf.flag("mamba_proj_bias", False),
+            chunk_size=hf.integer("mamba_chunk_size", 256, minimum=1),
+            time_step_limit=hf.limits("time_step_limit", (0.0, math.inf)),
+        ),
         shared_intermediate_size=hf.integer("shared_intermediate_size", 1024, minimum=1),
         num_experts=hf.integer("num_local_experts", 8, minimum=0),
         experts_per_token=hf.integer("num_experts_per_tok", 2, minimum=0),

@@ -7,6 +7,7 @@ from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import pieces
 from mamba_spec_jax.models.families.base import Family, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 
 def read_config(hf: HFConfig) -> HybridConfig:
@@ -24,16 +25,18 @@ def read_config(hf: HFConfig) -> HybridConfig:
         hidden_size=hidden_size,
         layer_types=("mamba",) * hf.integer("num_hidden_layers", 64, minimum=1),
         separate_feed_forward=True,
-        mamba_heads=heads,
-        mamba_head_dim=head_dim,
-        mamba_state=hf.integer("state_size", 128, minimum=1),
-        mamba_groups=hf.integer("n_groups", 8, minimum=1),
-        mamba_conv_width=hf.integer("conv_kernel", 4, minimum=2),
-        mamba_conv_bias=hf.flag("use_conv_bias", True),
-        mamba_proj_bias=bias,
-        mamba_out_bias=bias,
-        mamba_chunk_size=hf.integer("chunk_size", 256, minimum=1),
-        time_step_limit=hf.limits("time_step_limit", (0.0, math.inf)),
+        recurrent=Mamba2Config(
+            heads=heads,
+            head_dim=head_dim,
+            state=hf.integer("state_size", 128, minimum=1),
+            groups=hf.integer("n_groups", 8, minimum=1),
+            conv_width=hf.integer("conv_kernel", 4, minimum=2),
+            conv_bias=hf.flag("use_conv_bias", True),
+            proj_bias=bias,
+            out_bias=bias,
+            chunk_size=hf.integer("chunk_size", 256, minimum=1),
+            time_step_limit=hf.limits("time_step_limit", (0.0, math.inf)),
+        ),
         norm_eps=hf.number("layer_norm_epsilon", 1e-5, positive=True),
         residual_in_fp32=hf.flag("residual_in_fp32", True),
         tie_embeddings=hf.flag("tie_word_embeddings", False),

@@ -9,6 +9,7 @@ from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 _LAYER_TYPES = pieces.LAYER_TYPES | {"mlp": "mlp", "moe": "moe"}
 _PATTERN = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
@@ -42,16 +43,18 @@ def read_config(hf: HFConfig) -> HybridConfig:
         num_key_value_heads=pieces.kv_heads(hf, 8, attention_heads),
         head_dim=head_dim,
         attention_scale=head_dim**-0.5,
-        mamba_heads=hf.integer("mamba_num_heads", 128, minimum=1),
-        mamba_head_dim=hf.integer("mamba_head_dim", 64, minimum=1),
-        mamba_state=hf.integer("ssm_state_size", 128, minimum=1),
-        mamba_groups=hf.integer("n_groups", 8, minimum=1),
-        mamba_conv_width=hf.integer("conv_kernel", 4, minimum=2),
-        mamba_conv_bias=hf.flag("use_conv_bias", True),
-        mamba_proj_bias=bias,
-        mamba_out_bias=bias,
-        mamba_chunk_size=hf.integer("chunk_size", 128, minimum=1),
-        time_step_limit=(hf.number("time_step_min", 0.001, positive=True), math.inf),
+        recurrent=Mamba2Config(
+            heads=hf.integer("mamba_num_heads", 128, minimum=1),
+            head_dim=hf.integer("mamba_head_dim", 64, minimum=1),
+            state=hf.integer("ssm_state_size", 128, minimum=1),
+            groups=hf.integer("n_groups", 8, minimum=1),
+            conv_width=hf.integer("conv_kernel", 4, minimum=2),
+            conv_bias=hf.flag("use_conv_bias", True),
+            proj_bias=bias,
+            out_bias=bias,
+            chunk_size=hf.integer("chunk_size", 128, minimum=1),
+            time_step_limit=(hf.number("time_step_min", 0.001, positive=True), math.inf),
+        ),
         shared_intermediate_size=hf.integer("moe_shared_expert_intermediate_size", 7688, minimum=1) if experts else 0,
         mlp_intermediate_size=hf.integer("intermediate_size", 21504, minimum=1) if "mlp" in layer_types else 0,
         mlp_activation=hf.choice("mlp_hidden_act", "relu2", ACTIVATIONS),

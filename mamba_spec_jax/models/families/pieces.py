@@ -30,14 +30,14 @@ def attention(stored: str, ours: str, config: HybridConfig) -> Iterator[Weight]:
 
 def mamba(stored: str, ours: str, config: HybridConfig) -> Iterator[Weight]:
     """`Mamba2Mixer`."""
-    yield from linear(f"{stored}.in_proj", f"{ours}.in_proj", config.mamba_proj_bias)
-    yield from linear(f"{stored}.out_proj", f"{ours}.out_proj", config.mamba_out_bias)
+    yield from linear(f"{stored}.in_proj", f"{ours}.in_proj", config.recurrent.proj_bias)
+    yield from linear(f"{stored}.out_proj", f"{ours}.out_proj", config.recurrent.out_bias)
     yield Weight(f"{stored}.conv1d.weight", f"{ours}.conv_weight", Layout.DEPTHWISE)
-    if config.mamba_conv_bias:
+    if config.recurrent.conv_bias:
         yield Weight(f"{stored}.conv1d.bias", f"{ours}.conv_bias")
     for name in ("dt_bias", "A_log", "D"):
         yield Weight(f"{stored}.{name}", f"{ours}.{name}")
-    if config.mamba_norm != "none":
+    if config.recurrent.norm != "none":
         yield Weight(f"{stored}.norm.weight", f"{ours}.norm.weight")
 
 

@@ -7,6 +7,7 @@ from mamba_spec_jax.models.config import HybridConfig, SharedBlocks
 from mamba_spec_jax.models.families import pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 _LAYER_TYPES = {"mamba": "mamba", "linear_attention": "mamba", "hybrid": "shared"}
 _DEFAULT_LAYERS = 54
@@ -52,16 +53,18 @@ def read_config(hf: HFConfig) -> HybridConfig:
         head_dim=head_dim,
         attention_scale=(head_dim / 2) ** -0.5,
         rope_theta=pieces.rope_theta(hf) if hf.flag("use_mem_rope", False) else None,
-        mamba_heads=mamba_heads,
-        mamba_head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size", "n_mamba_heads"),
-        mamba_state=hf.integer("mamba_d_state", 64, minimum=1),
-        mamba_groups=hf.integer("mamba_ngroups", 1, minimum=1),
-        mamba_conv_width=hf.integer("mamba_d_conv", 4, minimum=2),
-        mamba_proj_bias=bias,
-        mamba_out_bias=bias,
-        mamba_chunk_size=hf.integer("chunk_size", 256, minimum=1),
-        mamba_norm_eps=1e-5,
-        time_step_limit=(hf.number("time_step_min", 0.001, positive=True), math.inf),
+        recurrent=Mamba2Config(
+            heads=mamba_heads,
+            head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size", "n_mamba_heads"),
+            state=hf.integer("mamba_d_state", 64, minimum=1),
+            groups=hf.integer("mamba_ngroups", 1, minimum=1),
+            conv_width=hf.integer("mamba_d_conv", 4, minimum=2),
+            proj_bias=bias,
+            out_bias=bias,
+            chunk_size=hf.integer("chunk_size", 256, minimum=1),
+            norm_eps=1e-5,
+            time_step_limit=(hf.number("time_step_min", 0.001, positive=True), math.inf),
+        ),
         shared_intermediate_size=(
             hf.integer("intermediate_size", minimum=1) if hf.has("intermediate_size") else 4 * hidden_size
         ),

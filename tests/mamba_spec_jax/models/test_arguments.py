@@ -12,7 +12,7 @@ from mamba_spec_jax.layers.norms import GatedRMSNorm
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.modes import DTypePolicy, ForwardMode
 
-from ..tiny import APART, DENSE, MOE, PARALLEL, PURE, SHARED
+from ..tiny import APART, DENSE, MAMBA, MOE, SHARED
 
 CONFIG_ERRORS = [
     (
@@ -26,19 +26,18 @@ CONFIG_ERRORS = [
         for name in (
             "vocab_size",
             "hidden_size",
-            "mamba_heads",
-            "mamba_head_dim",
-            "mamba_state",
-            "mamba_groups",
             "num_attention_heads",
             "num_key_value_heads",
             "head_dim",
             "shared_intermediate_size",
-            "mamba_chunk_size",
         )
     ),
-    (DENSE, {"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
-    (DENSE, {"mamba_groups": 2}, "mamba_heads=3 is not a multiple of mamba_groups=2"),
+    (DENSE, {"num_key_value_heads": 3}, "num_attention_heads is 4, expected a multiple of num_key_value_heads = 3"),
+    *(
+        (MAMBA, {name: 0}, f"Mamba2Config.{name} is 0, expected at least 1")
+        for name in ("heads", "head_dim", "state", "groups", "chunk_size")
+    ),
+    (MAMBA, {"groups": 2}, "Mamba2Config.heads is 3, expected a multiple of groups = 2"),
     (MOE, {"head_dim": 5}, "head_dim is 5, expected an even one for rotary embedding"),
     (MOE, {"rotary_dim": 3}, "rotary_dim is 3, expected an even number up to head_dim=6"),
     (MOE, {"rotary_dim": 8}, "rotary_dim is 8, expected an even number up to head_dim=6"),
@@ -47,8 +46,8 @@ CONFIG_ERRORS = [
     (APART, {"mlp_activation": "tanh"}, r"mlp_activation is 'tanh', expected one of \('silu', 'gelu', 'relu2'\)"),
     (SHARED, {"shared_intermediate_size": 0}, "shared_intermediate_size is 0, expected at least 1"),
     (SHARED, {"shared_blocks": None}, "shared_blocks is None, expected them if and only if a layer is shared"),
-    (PARALLEL, {"mamba_norm": "after"}, r"mamba_norm is 'after', expected one of \('gated', 'before_gate', 'none'\)"),
-    (PURE, {"time_step_limit": (0.2, 0.1)}, r"time_step_limit is \(0\.2, 0\.1\), expected two numbers in ascending"),
+    (MAMBA, {"norm": "after"}, r"norm is 'after', expected one of \('gated', 'before_gate', 'none'\)"),
+    (MAMBA, {"time_step_limit": (0.2, 0.1)}, r"time_step_limit is \(0\.2, 0\.1\), expected two numbers in ascending"),
 ]
 
 

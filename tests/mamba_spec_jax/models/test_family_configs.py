@@ -1,6 +1,7 @@
 """Reading the families' configurations in their spellings, what each refuses, and what real ones come to."""
 
 import math
+import operator
 
 import pytest
 from flax import nnx
@@ -18,7 +19,7 @@ SPELLINGS = [
     ("mamba2", {}, "layer_types", ("mamba",) * 64),
     ("mamba2", {}, "attention_layers", ()),
     ("mamba2", {}, "residual_in_fp32", True),
-    ("mamba2", {"time_step_limit": [0, INFINITE]}, "time_step_limit", (0.0, math.inf)),
+    ("mamba2", {"time_step_limit": [0, INFINITE]}, "recurrent.time_step_limit", (0.0, math.inf)),
     ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1]}, "layer_types", ("mamba", "attention", "mamba")),
     ("bamba", {"attn_layer_indices": None}, "attention_layers", ()),
     ("bamba", {}, "rotary_dim", 64),
@@ -27,12 +28,12 @@ SPELLINGS = [
     ("bamba", {"num_key_value_heads": None}, "num_key_value_heads", 32),
     ("falcon_h1", {"num_hidden_layers": 2}, "layer_types", ("parallel", "parallel")),
     ("falcon_h1", {"num_hidden_layers": 2}, "attention_layers", (0, 1)),
-    ("falcon_h1", {"num_hidden_layers": 2}, "mamba_layers", (0, 1)),
-    ("falcon_h1", {}, "mamba_norm", "none"),
-    ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm", "before_gate"),
-    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, "mamba_norm", "gated"),
-    ("falcon_h1", {"mamba_d_ssm": None}, "mamba_head_dim", 64),
-    ("falcon_h1", {"mamba_d_ssm": 2048, "mamba_d_head": 16}, "mamba_head_dim", 16),
+    ("falcon_h1", {"num_hidden_layers": 2}, "recurrent_layers", (0, 1)),
+    ("falcon_h1", {}, "recurrent.norm", "none"),
+    ("falcon_h1", {"mamba_rms_norm": True}, "recurrent.norm", "before_gate"),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, "recurrent.norm", "gated"),
+    ("falcon_h1", {"mamba_d_ssm": None}, "recurrent.head_dim", 64),
+    ("falcon_h1", {"mamba_d_ssm": 2048, "mamba_d_head": 16}, "recurrent.head_dim", 16),
     ("falcon_h1", {"head_dim": 64, "key_multiplier": 0.5}, "attention_scale", 0.0625),
     ("falcon_h1", {"lm_head_multiplier": 0.0625}, "logits_divisor", 16.0),
     ("falcon_h1", {"ssm_multipliers": None, "mlp_multipliers": None}, "multipliers", BranchMultipliers()),
@@ -48,24 +49,29 @@ SPELLINGS = [
     ("nemotron_h", {"hybrid_override_pattern": "M*"}, "num_experts", 0),
     ("nemotron_h", {}, "rope_theta", None),
     # transformers' full forward clamps by `time_step_min` and does not ask for `time_step_limit`.
-    ("nemotron_h", {"time_step_min": 0.002, "time_step_limit": [0, INFINITE]}, "time_step_limit", (0.002, math.inf)),
+    (
+        "nemotron_h",
+        {"time_step_min": 0.002, "time_step_limit": [0, INFINITE]},
+        "recurrent.time_step_limit",
+        (0.002, math.inf),
+    ),
     ("nemotron_h", {"moe_latent_size": None}, "expert_latent_size", 0),
     ("zamba2", SHARED, "layer_types", ("shared", "mamba")),
     ("zamba2", {}, "attention_layers", (6, 12, 18, 24, 30, 36, 42, 47, 51)),
-    ("zamba2", {}, "mamba_layers", tuple(range(54))),
+    ("zamba2", {}, "recurrent_layers", tuple(range(54))),
     ("zamba2", SHARED | {"num_mem_blocks": 2}, "shared_blocks", SharedBlocks(2, 128)),
     ("zamba2", {"num_hidden_layers": 1, "layers_block_type": ["mamba"]}, "shared_blocks", None),
     ("zamba2", {}, "attention_scale", 80**-0.5),
     ("zamba2", {"rope_theta": 7.0}, "rope_theta", None),
     ("zamba2", {"rope_theta": 7.0, "use_mem_rope": True}, "rope_theta", 7.0),
-    ("zamba2", {"rms_norm_eps": 1e-3}, "mamba_norm_eps", 1e-5),
+    ("zamba2", {"rms_norm_eps": 1e-3}, "recurrent.norm_eps", 1e-5),
     ("zamba2", {"intermediate_size": None}, "shared_intermediate_size", 10240),
 ]
 
 
 @pytest.mark.parametrize(("family", "values", "field", "expected"), SPELLINGS)
 def test_spellings(family, values, field, expected):
-    assert getattr(config_from_hf({"model_type": family} | values), field) == expected
+    assert operator.attrgetter(field)(config_from_hf({"model_type": family} | values)) == expected
 
 
 REFUSALS = [

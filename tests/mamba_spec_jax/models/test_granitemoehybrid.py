@@ -1,6 +1,7 @@
 """Reading granitemoehybrid configurations in every spelling, what is refused, and that the weights cover the model."""
 
 import math
+import operator
 
 import pytest
 from flax import nnx
@@ -8,6 +9,7 @@ from flax import nnx
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import config_from_hf, granitemoehybrid
 from mamba_spec_jax.models.hybrid_lm import HybridModel
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 TYPE = {"model_type": "granitemoehybrid"}
 
@@ -24,15 +26,17 @@ def test_defaults_are_those_of_transformers():
         attention_scale=1.0,
         attention_bias=False,
         rope_theta=None,
-        mamba_heads=128,
-        mamba_head_dim=64,
-        mamba_state=256,
-        mamba_groups=1,
-        mamba_conv_width=4,
-        mamba_conv_bias=True,
-        mamba_proj_bias=False,
-        mamba_chunk_size=256,
-        time_step_limit=(0.0, math.inf),
+        recurrent=Mamba2Config(
+            heads=128,
+            head_dim=64,
+            state=256,
+            groups=1,
+            conv_width=4,
+            conv_bias=True,
+            proj_bias=False,
+            chunk_size=256,
+            time_step_limit=(0.0, math.inf),
+        ),
         shared_intermediate_size=1024,
         num_experts=8,
         experts_per_token=2,
@@ -60,8 +64,8 @@ ROPE = {"position_embedding_type": "rope"}
         ({"num_key_value_heads": None, "num_attention_heads": 16}, "num_key_value_heads", 16),
         ({"num_key_value_heads": 8}, "num_key_value_heads", 8),
         ({"head_dim": 80}, "head_dim", 80),
-        ({"mamba_d_head": "auto", "mamba_n_heads": 64}, "mamba_head_dim", 128),
-        ({"mamba_d_head": 32, "mamba_expand": 1}, "mamba_head_dim", 32),
+        ({"mamba_d_head": "auto", "mamba_n_heads": 64}, "recurrent.head_dim", 128),
+        ({"mamba_d_head": 32, "mamba_expand": 1}, "recurrent.head_dim", 32),
         ({"position_embedding_type": None, "rope_theta": 5.0}, "rope_theta", None),
         ({"position_embedding_type": "nope", "rope_parameters": {"rope_type": "yarn"}}, "rope_theta", None),
         (ROPE, "rope_theta", 10_000.0),
@@ -69,9 +73,9 @@ ROPE = {"position_embedding_type": "rope"}
         (ROPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope_theta", 7.0),
         (ROPE | {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0}, "rope_theta", 7.0),
         (ROPE | {"rope_scaling": {"type": "default", "rope_theta": 7}}, "rope_theta", 7.0),
-        ({"time_step_limit": [0, {"__float__": "Infinity"}]}, "time_step_limit", (0.0, math.inf)),
-        ({"time_step_limit": [0.01, math.inf]}, "time_step_limit", (0.01, math.inf)),
-        ({"time_step_limit": [0.01, 0.1]}, "time_step_limit", (0.01, 0.1)),
+        ({"time_step_limit": [0, {"__float__": "Infinity"}]}, "recurrent.time_step_limit", (0.0, math.inf)),
+        ({"time_step_limit": [0.01, math.inf]}, "recurrent.time_step_limit", (0.01, math.inf)),
+        ({"time_step_limit": [0.01, 0.1]}, "recurrent.time_step_limit", (0.01, 0.1)),
         ({"eos_token_id": [7, 9]}, "eos_token_ids", (7, 9)),
         ({"eos_token_id": None}, "eos_token_ids", ()),
         ({"embedding_multiplier": 12}, "embedding_multiplier", 12.0),
@@ -80,7 +84,7 @@ ROPE = {"position_embedding_type": "rope"}
     ],
 )
 def test_spellings(values, field, expected):
-    assert getattr(config_from_hf(TYPE | values), field) == expected
+    assert operator.attrgetter(field)(config_from_hf(TYPE | values)) == expected
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_spellings(values, field, expected):
         ({"time_step_limit": None}, "time_step_limit is None, expected two numbers"),
         ({"mamba_d_head": 32}, r"mamba_d_head is 32, expected 64: mamba_expand \* hidden_size / mamba_n_heads"),
         ({"mamba_n_heads": 100}, r"mamba_n_heads is 100, expected a divisor of mamba_expand \* hidden_size = 8192"),
-        ({"mamba_n_groups": 3}, "mamba_heads=128 is not a multiple of mamba_groups=3"),
+        ({"mamba_n_groups": 3}, "Mamba2Config.heads is 128, expected a multiple of groups = 3"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', expected a token id or a list of them"),
         ({"eos_token_id": [1, -1]}, r"eos_token_id is \[1, -1\], expected a token id"),
     ],

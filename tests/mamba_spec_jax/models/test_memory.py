@@ -11,6 +11,7 @@ from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.memory import plan_memory
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy
 
 from ..tiny import MADE_UP
@@ -24,11 +25,13 @@ CONFIG = HybridConfig(
     num_key_value_heads=2,
     head_dim=6,
     attention_scale=0.3,
-    mamba_heads=4,
-    mamba_head_dim=8,
-    mamba_state=16,
-    mamba_groups=2,
-    mamba_conv_width=4,
+    recurrent=Mamba2Config(
+        heads=4,
+        head_dim=8,
+        state=16,
+        groups=2,
+        conv_width=4,
+    ),
     shared_intermediate_size=40,
 )
 
@@ -61,7 +64,8 @@ def test_plan_is_what_the_model_allocates(config, strategy, policy):
         "SSM pool": tree_bytes(cache.mamba.ssm),
         "convolution pool": tree_bytes(cache.mamba.conv),
         "keys and values": tree_bytes(cache.kv),
-        f"verify: {strategy.value} of the recurrence": tree_bytes(output.record.recurrent),
+        "replay ring": 0 if cache.mamba.ring is None else tree_bytes(cache.mamba.ring.inputs),
+        "verify: a state per token": 0 if cache.mamba.ring else tree_bytes(output.record.recurrent),
         "verify: convolution inputs": tree_bytes(output.record.conv_inputs),
         "verify: logits": tree_bytes(output.logits),
         "verify: one attention block": plan.parts["verify: one attention block"],

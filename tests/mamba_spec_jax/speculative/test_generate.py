@@ -21,11 +21,13 @@ CONFIG = ms.HybridConfig(
     num_key_value_heads=1,
     head_dim=8,
     attention_scale=0.35,
-    mamba_heads=2,
-    mamba_head_dim=8,
-    mamba_state=8,
-    mamba_groups=1,
-    mamba_conv_width=3,
+    recurrent=Mamba2Config(
+        heads=2,
+        head_dim=8,
+        state=8,
+        groups=1,
+        conv_width=3,
+    ),
     shared_intermediate_size=16,
     tie_embeddings=True,
 )
