@@ -54,12 +54,7 @@ def load_drafter(
     folder = locate(name_or_folder, **options)
     hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
     if any(hf.values.get("model_type") == family for family in FAMILIES):
-        smaller = load(
-            folder,
-            policy=loaded.model.policy,
-            speculative_mode=loaded.model.backend.speculative_mode,
-            strategy=loaded.model.strategy,
-        )
+        smaller = load(folder, policy=loaded.model.policy, speculative_mode=loaded.model.backend.speculative_mode)
         drafter = DraftModelDrafter(smaller.model, _DRAFTS if max_drafts is None else max_drafts)
         return LoadedDrafter(drafter, smaller.params, loaded.model)
     found = load_head(folder, loaded.model, loaded.params)

@@ -1,8 +1,8 @@
 """A ring of a recurrence's inputs per slot: what lets a verify pass leave the state where it is.
 
-A slot's state is its checkpoint followed by the inputs of the tokens accepted since, its history. A verify pass computes
-from both, and writes the inputs of its own tokens behind the history; accepting some of them is adding to a count. Only
-when the ring fills up is the history folded into the checkpoint, in a pass that has read both anyway.
+A slot's state is its checkpoint followed by the inputs of the tokens accepted since, its history. A verify pass
+computes from both, and writes the inputs of its own tokens behind the history; accepting some of them is adding to a
+count. Only when the ring fills up is the history folded into the checkpoint, in a pass that has read both anyway.
 
 In the shapes below L is layers, S slots, Q the ring's length, B rows and T tokens of a pass.
 """

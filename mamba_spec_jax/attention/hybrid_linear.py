@@ -14,6 +14,7 @@ from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, advance_lengths, g
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.modes import ForwardMode
+from pallas_kernels.order import available_after
 
 
 @jax.tree_util.register_static
@@ -99,12 +100,12 @@ class HybridLinearAttnBackend:
             output, kv = self.full.forward(self.full_attn_layers.index(layer_id), inputs, cache.kv, batch)
             if record is not None and record.parents is not None and layer_id == self.full_attn_layers[-1]:
                 # The commit of a tree moves keys and values, so it has to wait for attention as well.
-                record = dataclasses.replace(record, num_tokens=_available_after(record.num_tokens, output))
+                record = dataclasses.replace(record, num_tokens=available_after(record.num_tokens, output))
             return output, dataclasses.replace(cache, kv=kv), record
         index = self.linear_attn_layers.index(layer_id)
         output, pool, record = self.linear.forward(index, inputs, cache.mamba, record, batch)
         if record is not None and index == self.pool_spec.recurrent_layers - 1:
-            record = dataclasses.replace(record, num_tokens=_available_after(record.num_tokens, output))
+            record = dataclasses.replace(record, num_tokens=available_after(record.num_tokens, output))
         return output, dataclasses.replace(cache, mamba=pool), record
 
     def update_mamba_state_after_mtp_verify(
@@ -198,14 +199,3 @@ def _indices(name: str, value: Rows, rows: tuple[int, ...]) -> Rows:
 def _real_nodes(record: VerifyRecord, nodes: Rows) -> Rows:
     """The nodes at which a real token stands, -1 for all others."""
     return jnp.where(nodes < record.num_tokens, jnp.maximum(nodes, -1), -1)
-
-
-def _available_after(num_tokens: Rows, output: Array) -> Rows:
-    """`num_tokens`, in a way that nothing which needs them can start before `output` is computed.
-
-    A commit that may run before the last layer has read the pool makes XLA copy the pool. An optimization barrier does
-    not hold on a CPU, where it is dropped before copies are decided, so the order is a data dependency: clearing a
-    number's sign bit leaves nothing below zero, which XLA does not know.
-    """
-    magnitude = jax.lax.bitcast_convert_type(output[:, 0, 0, 0].astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
-    return num_tokens + jnp.minimum(magnitude, 0)

@@ -16,6 +16,7 @@ from mamba_spec_jax.modes import CommitStrategy, ReplayRing, SpeculativeMode
 from pallas_kernels import causal_conv1d_update, state_commit
 from pallas_kernels import ring as rings
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.order import available_after
 from pallas_kernels.ring import Ring
 
 
@@ -165,6 +166,8 @@ class Recurrence(abc.ABC):
         folded = self._folds(ring, record.slots, record.conv_inputs.shape[2])
         if track_slots is not None and track_steps is not None:
             pool, ring = self._track(pool, ring, record, folded, track_slots, track_steps)
+            # Inputs may only move once the tracked states have been computed from them.
+            steps = available_after(steps, pool.ssm[0, jnp.clip(record.slots, 0, pool.ssm.shape[1] - 1)])
         path, counts = _path(record, steps)
         if record.parents is not None:
             ring = rings.accept_path(ring, record.slots, path)

@@ -46,7 +46,7 @@ def decode_attention(
         values: `[S, M, Hkv, Dh]`.
         slots: `[B]` int32; rows whose slot is out of range see nothing and give zeros (-1 is the padding index).
         lengths: `[B]` int32, committed positions of each row.
-        num_tokens: `[B]` int32, real tokens of each window, None for T; what the columns behind them give means nothing.
+        num_tokens: `[B]` int32, real tokens of each window, None for T; the columns behind them give anything.
         scale: multiplies the query, in its dtype.
         ancestors: `[B, T, offset + T]` bool, which rows of the window each token of a tree sees, itself included; the
             first `offset` of them were written by earlier passes over the same tree. None for a chain, offset 0.
@@ -92,8 +92,8 @@ def decode_attention(
         check_shape(_OP, "ancestors", ancestors, (batch, width, "offset + T"))
         if ancestors.dtype != jnp.bool_ or ancestors.shape[2] < width:
             raise ValueError(
-                f"{_OP}: ancestors is {ancestors.dtype}{list(ancestors.shape)}, expected bool with at least T = {width} "
-                "columns"
+                f"{_OP}: ancestors is {ancestors.dtype}{list(ancestors.shape)}, expected bool with at least "
+                f"T = {width} columns"
             )
     choice = dispatch.resolve(_OP, implementation, interpret)
 

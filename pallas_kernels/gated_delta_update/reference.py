@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.entries import inside
 from pallas_kernels.gated_delta_update.recurrence import Tokens, fold, step_scan, step_tree, unit_tokens
 from pallas_kernels.gated_delta_update.window import outputs, solve, states
+from pallas_kernels.order import available_after
 from pallas_kernels.ring import Ring, read_history, rows_of, write_tokens
 from pallas_kernels.state_scatter.reference import movable, restored
 
@@ -59,7 +60,8 @@ def update(call: Call) -> Updated:
         start = fold(start, Tokens(**read_history(ring, call.layer, call.slots)), counts)
         pool = write_states(pool, call.layer, call.slots, valid & call.fold, start)
         kept = {"k": tokens.k, "v": tokens.v, "g": tokens.g, "beta": tokens.beta}
-        ring = write_tokens(ring, call.layer, jnp.where(num_tokens > 0, call.slots, -1), kept)
+        targets = available_after(jnp.where(num_tokens > 0, call.slots, -1), start)
+        ring = write_tokens(ring, call.layer, targets, kept)
 
     snapshots = call.snapshots
     if call.chunked:

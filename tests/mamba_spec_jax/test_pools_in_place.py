@@ -71,7 +71,7 @@ def compiled(model, step, arguments, donate=True):
 def rewritten(program, model) -> list[str]:
     """Instructions whose result has a pool's shape and that do more than write a part of it."""
     shapes = {
-        str(list(leaf.shape)).replace(" ", "") for leaf in jax.tree.leaves(abstract_cache(model)) if leaf.ndim > 1
+        str(list(leaf.shape)).replace(" ", "") for leaf in jax.tree.leaves(abstract_cache(model)) if leaf.ndim > 2
     }
     found = re.findall(r"= \w+(\[[\d,]+\])\S* ([\w-]+)\(", program.as_text())
     assert len(found) > 100, "the compiler's text has another form than this test reads"
@@ -91,7 +91,8 @@ def allowed_temporaries(model) -> int:
 
 def assert_in_place(program, model):
     cache = abstract_cache(model)
-    pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
+    kept = dataclasses.replace(cache, mamba=cache.mamba.replace(constants=None))  # a few numbers, new after each step
+    pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)]
     memory = program.memory_analysis()
     assert rewritten(program, model) == []
     assert memory.alias_size_in_bytes == sum(pools)

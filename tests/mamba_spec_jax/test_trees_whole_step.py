@@ -39,15 +39,20 @@ def step(model, params, draft, cache, node):
     return output.logits, model.backend.update_mamba_state_after_mtp_verify(output.cache, output.record, node)
 
 
+def _poisoned(leaf):
+    """NaNs; and cursors of a ring without history."""
+    return np.zeros(leaf.shape, leaf.dtype) if leaf.dtype == np.int32 else np.full(leaf.shape, np.nan, leaf.dtype)
+
+
 @functools.cache
 def occupied(model) -> HybridCache:
     """Three slots as if prompts had been read into them; all that belongs to nobody is NaN."""
     rng = np.random.default_rng(0)
     empty = model.init_cache(SLOTS, MAX_LEN)
-    mamba, kv = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), (empty.mamba, empty.kv))
+    mamba, kv = jax.tree.map(_poisoned, (empty.mamba, empty.kv))
     lengths = np.zeros(SLOTS, np.int32)
     lengths[OWNED] = PROMPT
-    for pool in jax.tree.leaves(mamba):
+    for pool in (mamba.ssm, mamba.conv):
         pool[:, OWNED] = rng.normal(size=pool[:, OWNED].shape)
     for buffer in jax.tree.leaves(kv):
         for slot in OWNED:

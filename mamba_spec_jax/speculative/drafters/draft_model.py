@@ -66,8 +66,14 @@ class DraftModelDrafter:
         return self.model.vocab_size
 
     def init(self, batch: int, max_len: int) -> DraftModelState:
-        """A draft model that has read nothing."""
-        return DraftModelState(self.model.init_cache(batch, max_len))
+        """A draft model that has read nothing; ValueError for one with the strategy REPLAY."""
+        cache = self.model.init_cache(batch, max_len)
+        if cache.mamba.ring is not None:
+            raise ValueError(
+                "a draft model steps ahead of what will be accepted, and a ring of inputs cannot be taken back: create "
+                "it with CommitStrategy.SNAPSHOT (its target may have any strategy)"
+            )
+        return DraftModelState(cache)
 
     def propose(
         self, params: Any, state: DraftModelState, tokens: Tokens, lengths: Rows, choose: TokenChoice, num_drafts: int
@@ -128,21 +134,19 @@ class DraftModelDrafter:
 def _one_window(records: VerifyRecord) -> VerifyRecord:
     """The record of one pass over K + 1 tokens, from those of K + 1 passes over one, stacked along a first axis.
 
-    What a record keeps of a token, `[L, B, T, ...]`, is the same however its window was cut, as each pass went on from
-    the state that the one before it had committed to the scratch copy: the states themselves (SNAPSHOT), or the inputs
-    behind the convolution (REPLAY), which are folded into the live state. Convolution windows are formed at the commit,
-    from the raw inputs and the slot's old window; that must be the window before the first of these tokens, and it is,
-    since the live pool was not touched. What a record keeps of the layers is the same in every pass.
+    The state after a token, `[L, B, T, ...]`, is the same however its window was cut, as each pass went on from the
+    state that the one before it had committed to the scratch copy. Convolution windows are formed at the commit, from
+    the raw inputs and the slot's old window; that must be the window before the first of these tokens, and it is, since
+    the live pool was not touched.
     """
-    of_tokens = records.conv_inputs.shape[1:4]  # L, B and a T of 1
 
     def join(leaf: Array) -> Array:
-        return jnp.moveaxis(leaf[:, :, :, 0], 0, 2) if leaf.shape[1:4] == of_tokens else leaf[0]
+        return jnp.moveaxis(leaf[:, :, :, 0], 0, 2)
 
     return VerifyRecord(
         slots=records.slots[0],
         num_tokens=jnp.sum(records.num_tokens, axis=0),
-        recurrent=jax.tree.map(join, records.recurrent),
+        recurrent=join(records.recurrent),
         conv_inputs=join(records.conv_inputs),
         spec=records.spec,
     )

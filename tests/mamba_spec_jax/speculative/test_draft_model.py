@@ -19,12 +19,11 @@ from ..tiny import DENSE, random_params
 from .drafting import PROMPTS, QUICKLY, assert_has_read_the_text, quick_prefills, run, texts
 
 K = 3
-# As a draft model, the target verifies by steps and keeps snapshots; the other one verifies in chunks and replays.
+# As a draft model, the target verifies by steps; the other one in chunks.
 TARGET = ms.HybridModel.create(dataclasses.replace(DENSE, layer_types=("mamba", "attention")))
 OTHER = ms.HybridModel.create(
     dataclasses.replace(DENSE, layer_types=("mamba", "attention", "mamba"), rope_theta=10_000.0),
     speculative_mode=ms.SpeculativeMode.PREFILL,
-    strategy=ms.CommitStrategy.REPLAY,
 )
 PARAMS, OTHER_PARAMS = random_params(TARGET), random_params(OTHER, 1)
 BUDGETS = [12, 9, 16]
@@ -184,3 +183,9 @@ def test_errors_name_the_values():
         DraftModelDrafter(TARGET, 0)
     with pytest.raises(ValueError, match=r"num_drafts=4, expected 1..3 \(max_drafts\)"):
         DraftModelDrafter(TARGET, K).propose(PARAMS, None, state.tokens, state.lengths, None, K + 1)
+
+
+def test_a_draft_model_with_a_ring_is_refused():
+    replaying = ms.HybridModel.create(DENSE, strategy=ms.CommitStrategy.REPLAY)
+    with pytest.raises(ValueError, match=r"a ring of inputs cannot be taken back: create it with CommitStrategy\.SNAP"):
+        DraftModelDrafter(replaying, K).init(2, 16)
