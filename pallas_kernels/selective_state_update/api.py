@@ -9,7 +9,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_parents, check_shape
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ring import Ring, rows_of
-from pallas_kernels.selective_state_update import arguments, reference, triton
+from pallas_kernels.selective_state_update import arguments, reference, triton, triton_chunk
 from pallas_kernels.selective_state_update.arguments import Form, StateUpdate
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
 from pallas_kernels.tree import earlier_parents
@@ -112,8 +112,9 @@ def selective_state_update(
     choice = dispatch.resolve(_OP, implementation, interpret)
     if x.size == 0:
         return StateUpdate(x, state, snapshots, ring)
-    if choice.implementation == "triton" and parents is None and form == "step":
-        return triton.update(state, inputs, A, D, **options, interpret=interpret)
+    if choice.implementation == "triton":
+        update = triton.update if form == "step" else triton_chunk.update
+        return update(state, inputs, A, D, **options, parents=parents, interpret=interpret)
     return reference.update(state, inputs, A, D, **options, parents=parents, form=form)
 
 
@@ -168,8 +169,9 @@ def fold_history(
     choice = dispatch.resolve(_OP, implementation, interpret)
     if slots.size == 0:
         return state
-    if choice.implementation == "triton" and form == "step":
-        return triton.fold_history(state, ring, A, **options, interpret=interpret)
+    if choice.implementation == "triton":
+        fold = triton.fold_history if form == "step" else triton_chunk.fold_history
+        return fold(state, ring, A, **options, interpret=interpret)
     return reference.fold_history(state, ring, A, **options, form=form)
 
 

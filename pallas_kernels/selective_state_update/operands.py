@@ -11,6 +11,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.ring import Ring
 from pallas_kernels.selective_state_update.arguments import StateUpdate
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
+from pallas_kernels.tree import ancestor_mask
 
 _ROWS = 32  # of P a program: fewer would read B and C too often, more would need more registers than there are
 _ELEMENTS_A_WARP = 1024  # 32 numbers of the state a thread
@@ -23,7 +24,7 @@ class Reads(NamedTuple):
         layer: `[1]` int32, read rather than compiled in, so that all layers share one kernel.
         slots: `[B]`.
         A, D: `[H]`.
-        inputs: of the window.
+        inputs: the window's `SSMInputs`.
         state, ring: the pool and the ring's inputs, where the pass does not write them.
         starts, counts: `[S]`, the ring's.
         fold: `[B]`.
@@ -35,7 +36,7 @@ class Reads(NamedTuple):
     slots: Any
     A: Any
     D: Any = None
-    inputs: SSMInputs | None = None
+    inputs: Any = None
     state: Any = None
     ring: Any = None
     starts: Any = None
@@ -126,6 +127,11 @@ def launch_fold(
         _array(layer), slots, A, ring=ring.inputs, starts=ring.starts, num_tokens=num_tokens, to_slots=to_slots
     )
     return _launch(kernel, blocks, reads, None, Buffers(state), state, interpret)[1].state
+
+
+def path_mask(parents: jax.Array) -> jax.Array:
+    """The `visible` of a tree; a program of many layers computes it once."""
+    return ancestor_mask(parents).astype(jnp.int32)
 
 
 def _launch(kernel, blocks, reads, outputs, buffers, state, interpret):

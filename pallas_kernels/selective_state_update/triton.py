@@ -2,11 +2,12 @@
 
 Grid `(P / 32, H, B)`: a program keeps 32 rows of one head's state in registers, 32 numbers a thread, and takes the
 history's tokens, then the window's, one after the other; heads of a group follow each other, so that what they share
-is read from L2. Bytes moved: the state read once, and written once where the pass writes it; snapshots written once;
-x, dt, B, C and the history's x, dt, B read once from memory (B and C again from L2 by each tile of a group); y and the
-ring's new entries written once. The least possible, but for a history that could have been folded before. Precision:
-float32; the state is rounded to its storage dtype after every token. The compiler rounds every product
-before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
+is read from L2. Of a tree a program keeps the first state alone, and comes to each node along its path from there: one
+step more an ancestor, and no bytes. Bytes moved: the state read once, and written once where the pass writes it;
+snapshots written once; x, dt, B, C and the history's x, dt, B read once from memory (B and C again from L2 by each tile
+of a group); y and the ring's new entries written once. The least possible, but for a history that could have been
+folded before. Precision: float32; the state is rounded to its storage dtype after every token. The compiler rounds
+every product before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
 
 All programs of a row share the ring's dt and B, and no program waits for another. That is safe because the entries that
 a pass writes lie behind the history, so that none of its programs reads them (`ring.must_fold` keeps room), and each is
@@ -24,7 +25,7 @@ from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
 from pallas_kernels.ring import Ring
 from pallas_kernels.selective_state_update.arguments import StateUpdate
-from pallas_kernels.selective_state_update.operands import Blocks, launch_fold, launch_update
+from pallas_kernels.selective_state_update.operands import Blocks, Reads, launch_fold, launch_update, path_mask
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
 from pallas_kernels.selective_state_update.tile import History, Tile, load
 
@@ -43,10 +44,11 @@ def update(
     A: jax.Array,
     D: jax.Array,
     *,
+    parents: jax.Array | None,
     writes_state: bool,
     **options: Any,
 ) -> StateUpdate:
-    """A chain; arguments as the reference's, and `interpret`."""
+    """A chain or a tree; arguments as the reference's, and `interpret`."""
     _, T, G, _ = inputs.B.shape
     blocks = Blocks.of(*state.shape[3:])
 
@@ -63,21 +65,30 @@ def update(
         def step(t, h):
             token = _read_token(tile, reads.inputs._asdict(), (tile.row, t))
             C = load(reads.inputs.C.at[tile.row, t, tile.group, tile.n], tile.n_mask)
-            h = _state_step(h, token, A)
-            y = jnp.sum(h * C[None, :], axis=1) + D * token.x
+            before = h if reads.visible is None else _up_to(tile, t, reads, A, h, state.dtype)
+            after = _state_step(before, token, A)
+            y = jnp.sum(after * C[None, :], axis=1) + D * token.x
             triton.store(y_ref.at[tile.row, t, tile.head, tile.p], y.astype(y_ref.dtype), mask=tile.p_mask)
             if buffers.snapshots is not None:
-                tile.store_snapshot(buffers.snapshots, t, h)
+                tile.store_snapshot(buffers.snapshots, t, after)
             if history is not None:
                 _keep_token(tile, history.entry(history.size + t), buffers.ring, token)
-            return _as_stored(h, state.dtype)
+            return _as_stored(after, state.dtype) if reads.visible is None else h
 
         h = lax.fori_loop(0, T, step, h)
         if writes_state:
             tile.store_state(buffers.state, tile.slot, h, where=tile.exists)
 
     return launch_update(
-        selective_state_update_kernel, blocks, state, inputs, A, D, writes_state=writes_state, **options
+        selective_state_update_kernel,
+        blocks,
+        state,
+        inputs,
+        A,
+        D,
+        writes_state=writes_state,
+        visible=None if parents is None else path_mask(parents),
+        **options,
     )
 
 
@@ -114,6 +125,19 @@ def _replay(tile: Tile, history: History, ring_refs: Any, A: jax.Array, h: jax.A
         return _as_stored(_state_step(h, token, A), dtype)
 
     return lax.fori_loop(0, history.size, step, h)
+
+
+def _up_to(tile: Tile, t: jax.Array, reads: Reads, A: jax.Array, h: jax.Array, dtype: Any) -> jax.Array:
+    """The state of a node's parent, as it would have been stored: h advanced along the path."""
+
+    def step(j, h):
+        def advance(h):
+            token = _read_token(tile, reads.inputs._asdict(), (tile.row, j))
+            return _as_stored(_state_step(h, token, A), dtype)
+
+        return lax.cond(reads.visible[tile.row, t, j] != 0, advance, lambda h: h, h)
+
+    return lax.fori_loop(0, t, step, h)
 
 
 def _read_token(tile: Tile, refs: dict[str, Any], at: tuple[jax.Array, ...]) -> Token:
