@@ -1,13 +1,12 @@
 """The user function of the op: checks, then one implementation."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_parents, check_shape
-from pallas_kernels.causal_conv1d_update import reference
+from pallas_kernels.causal_conv1d_update import reference, triton
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.selective_state_update.arguments import check_dtype, check_layer, check_row_values
 from pallas_kernels.tree import earlier_parents
@@ -98,22 +97,18 @@ def causal_conv1d_update(
         parents = earlier_parents(check_parents(_OP, parents, batch, tokens))
         if conv_inputs is None:
             raise ValueError(f"{_OP}: a tree has no last window to write; pass conv_inputs with parents")
-    if num_tokens is None:
-        num_tokens = jnp.full(batch, tokens, jnp.int32)
-    check_row_values(_OP, batch, num_tokens=num_tokens)
-    dispatch.resolve(_OP, implementation, interpret)
+    if num_tokens is not None:
+        check_row_values(_OP, batch, num_tokens=num_tokens)
+    options: dict[str, Any] = {
+        "layer": layer,
+        "slots": slots,
+        "num_tokens": num_tokens,
+        "conv_inputs": conv_inputs,
+        "parents": parents,
+    }
+    choice = dispatch.resolve(_OP, implementation, interpret)
     if x.size == 0:
         return ConvUpdate(x, conv_state, conv_inputs)
-    return ConvUpdate(
-        *reference.update(
-            x,
-            conv_state,
-            weight,
-            bias,
-            layer=layer,
-            slots=slots,
-            num_tokens=num_tokens,
-            conv_inputs=conv_inputs,
-            parents=parents,
-        )
-    )
+    if choice.implementation == "triton":
+        return ConvUpdate(*triton.update(x, conv_state, weight, bias, **options, interpret=interpret))
+    return ConvUpdate(*reference.update(x, conv_state, weight, bias, **options))

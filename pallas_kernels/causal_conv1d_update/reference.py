@@ -22,7 +22,7 @@ def update(
     *,
     layer: int,
     slots: jax.Array,
-    num_tokens: jax.Array,
+    num_tokens: jax.Array | None,
     conv_inputs: jax.Array | None,
     parents: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -34,6 +34,8 @@ def update(
     y = fenced(_convolve(window, inputs, weight, bias, parents)).astype(x.dtype)
     if conv_inputs is not None:
         return y, conv_state, conv_inputs.at[layer].set(inputs)
+    if num_tokens is None:
+        num_tokens = jnp.full(x.shape[0], x.shape[1], jnp.int32)
     window = _advance_window(window, inputs, num_tokens)
     return y, conv_state.at[layer, index].set(window, mode="drop"), None
 

@@ -9,7 +9,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_parents, check_shape
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ring import Ring, rows_of
-from pallas_kernels.selective_state_update import arguments, reference
+from pallas_kernels.selective_state_update import arguments, reference, triton, triton_chunk
 from pallas_kernels.selective_state_update.arguments import Form, StateUpdate
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
 from pallas_kernels.tree import earlier_parents
@@ -101,23 +101,21 @@ def selective_state_update(
             raise ValueError(
                 f"{_OP}: a tree has no last state to write; pass snapshots, ring or disable_state_update with parents"
             )
-    dispatch.resolve(_OP, implementation, interpret)
-    if inputs.x.size == 0:
+    options: dict[str, Any] = {
+        "layer": layer,
+        "slots": slots,
+        "snapshots": snapshots,
+        "ring": ring,
+        "fold": fold,
+        "writes_state": writes_state,
+    }
+    choice = dispatch.resolve(_OP, implementation, interpret)
+    if x.size == 0:
         return StateUpdate(x, state, snapshots, ring)
-    return reference.update(
-        state,
-        inputs,
-        A,
-        D,
-        layer=layer,
-        slots=slots,
-        parents=parents,
-        snapshots=snapshots,
-        ring=ring,
-        fold=fold,
-        writes_state=writes_state,
-        form=form,
-    )
+    if choice.implementation == "triton":
+        update = triton.update if form == "step" else triton_chunk.update
+        return update(state, inputs, A, D, **options, parents=parents, interpret=interpret)
+    return reference.update(state, inputs, A, D, **options, parents=parents, form=form)
 
 
 def fold_history(
@@ -167,12 +165,14 @@ def fold_history(
     num_tokens = rows_of(ring.counts, slots) if num_tokens is None else num_tokens
     to_slots = slots if to_slots is None else to_slots
     arguments.check_row_values(_OP, slots.size, num_tokens=num_tokens, to_slots=to_slots)
-    dispatch.resolve(_OP, implementation, interpret)
+    options: dict[str, Any] = {"layer": layer, "slots": slots, "to_slots": to_slots, "num_tokens": num_tokens}
+    choice = dispatch.resolve(_OP, implementation, interpret)
     if slots.size == 0:
         return state
-    return reference.fold_history(
-        state, ring, A, layer=layer, slots=slots, to_slots=to_slots, num_tokens=num_tokens, form=form
-    )
+    if choice.implementation == "triton":
+        fold = triton.fold_history if form == "step" else triton_chunk.fold_history
+        return fold(state, ring, A, **options, interpret=interpret)
+    return reference.fold_history(state, ring, A, **options, form=form)
 
 
 def _check_kept(

@@ -1,0 +1,144 @@
+"""What the Triton kernels are launched on, and the launch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.launch import launch
+from pallas_kernels.ring import Ring
+from pallas_kernels.selective_state_update.arguments import StateUpdate
+from pallas_kernels.selective_state_update.recurrence import SSMInputs
+from pallas_kernels.tree import ancestor_mask
+
+_ROWS = 32  # of P a program: fewer would read B and C too often, more would need more registers than there are
+_ELEMENTS_A_WARP = 1024  # 32 numbers of the state a thread
+
+
+class Reads(NamedTuple):
+    """Arrays that a launch reads, or in a kernel their refs; None where the pass has none.
+
+    Attributes:
+        layer: `[1]` int32, read rather than compiled in, so that all layers share one kernel.
+        slots: `[B]`.
+        A, D: `[H]`.
+        inputs: the window's `SSMInputs`.
+        state, ring: the pool and the ring's inputs, where the pass does not write them.
+        starts, counts: `[S]`, the ring's.
+        fold: `[B]`.
+        num_tokens, to_slots: `[B]`, of a fold without a window.
+        visible: `[B, T, T]` int32, of a tree: whether a node (axis 2) is on the path to another (axis 1).
+    """
+
+    layer: Any
+    slots: Any
+    A: Any
+    D: Any = None
+    inputs: Any = None
+    state: Any = None
+    ring: Any = None
+    starts: Any = None
+    counts: Any = None
+    fold: Any = None
+    num_tokens: Any = None
+    to_slots: Any = None
+    visible: Any = None
+
+
+class Buffers(NamedTuple):
+    """Arrays that a launch updates in place: the pool, the snapshots, the ring's inputs."""
+
+    state: Any = None
+    snapshots: Any = None
+    ring: Any = None
+
+
+class Blocks(NamedTuple):
+    """How a state is cut: `rows` of P and `cols` of N a program, powers of two that may reach past the state."""
+
+    rows: int
+    cols: int
+
+    @classmethod
+    def of(cls, head_dim: int, state: int, least: int = 1) -> "Blocks":
+        """Blocks of states `[P, N]`, `least` a side at least."""
+        rows, cols = min(_ROWS, pl.next_power_of_2(head_dim)), pl.next_power_of_2(state)
+        return cls(max(least, rows), max(least, cols))
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of a program."""
+        return max(1, self.rows * self.cols // _ELEMENTS_A_WARP)
+
+
+Kernel = Callable[[Reads, Any, Buffers], None]
+
+
+def launch_update(
+    kernel: Kernel,
+    blocks: Blocks,
+    state: jax.Array,
+    inputs: SSMInputs,
+    A: jax.Array,
+    D: jax.Array,
+    *,
+    layer: int,
+    slots: jax.Array,
+    snapshots: jax.Array | None,
+    ring: Ring | None,
+    fold: jax.Array | None,
+    writes_state: bool,
+    interpret: bool,
+    visible: jax.Array | None = None,
+) -> StateUpdate:
+    """Runs `kernel(reads, y ref, buffers)` on a window; arguments as the reference's."""
+    in_place = writes_state or ring is not None
+    buffers = Buffers(state if in_place else None, snapshots, None if ring is None else ring.inputs)
+    reads = Reads(_array(layer), slots, A, D, inputs, state=None if in_place else state, fold=fold, visible=visible)
+    if ring is not None:
+        reads = reads._replace(starts=ring.starts, counts=ring.counts)
+    x = inputs.x
+    y, written = _launch(kernel, blocks, reads, jax.ShapeDtypeStruct(x.shape, x.dtype), buffers, state, interpret)
+    return StateUpdate(
+        y,
+        written.state if in_place else state,
+        written.snapshots,
+        None if ring is None else ring._replace(inputs=written.ring),
+    )
+
+
+def launch_fold(
+    kernel: Kernel,
+    blocks: Blocks,
+    state: jax.Array,
+    ring: Ring,
+    A: jax.Array,
+    *,
+    layer: int,
+    slots: jax.Array,
+    to_slots: jax.Array,
+    num_tokens: jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    """Runs `kernel(reads, None, buffers)` on histories alone; arguments as the reference's."""
+    reads = Reads(
+        _array(layer), slots, A, ring=ring.inputs, starts=ring.starts, num_tokens=num_tokens, to_slots=to_slots
+    )
+    return _launch(kernel, blocks, reads, None, Buffers(state), state, interpret)[1].state
+
+
+def path_mask(parents: jax.Array) -> jax.Array:
+    """The `visible` of a tree; a program of many layers computes it once."""
+    return ancestor_mask(parents).astype(jnp.int32)
+
+
+def _launch(kernel, blocks, reads, outputs, buffers, state, interpret):
+    # Programs that share inputs follow each other.
+    grid = pl.cdiv(state.shape[3], blocks.rows), state.shape[2], reads.slots.size
+    return launch(kernel, grid, reads, outputs, buffers, num_warps=blocks.num_warps, interpret=interpret)
+
+
+def _array(layer: int) -> jax.Array:
+    return jnp.full(1, layer, jnp.int32)
