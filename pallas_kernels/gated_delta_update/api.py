@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_parents
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gated_delta_update import arguments, reference
+from pallas_kernels.gated_delta_update import arguments, reference, triton
 from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold, Form
 from pallas_kernels.gated_delta_update.recurrence import Tokens
 from pallas_kernels.ring import Ring, rows_of
@@ -110,10 +110,10 @@ def gated_delta_update(
         form=form,
     )
     arguments.check_kept(_OP, call, disable_state_update)
-    dispatch.resolve(_OP, implementation, interpret)
+    in_kernel = _in_kernel(implementation, interpret, form, parents)
     if v.size == 0 or state.size == 0:
         return DeltaUpdate(v, state, snapshots, ring)
-    return reference.update(call)
+    return triton.update(call, interpret=interpret) if in_kernel else reference.update(call)
 
 
 def fold_history(
@@ -159,7 +159,20 @@ def fold_history(
     num_tokens = rows_of(ring.counts, slots) if num_tokens is None else num_tokens
     to_slots = slots if to_slots is None else to_slots
     arguments.check_rows(_OP, slots.size, num_tokens=num_tokens, to_slots=to_slots)
-    dispatch.resolve(_OP, implementation, interpret)
+    call = Fold(state, ring, slots, to_slots, jnp.clip(num_tokens, 0, ring.length), layer, form)
+    in_kernel = _in_kernel(implementation, interpret, form, None)
     if slots.size == 0 or state.size == 0:
         return state
-    return reference.fold_history(Fold(state, ring, slots, to_slots, jnp.clip(num_tokens, 0, ring.length), layer, form))
+    return triton.fold_history(call, interpret=interpret) if in_kernel else reference.fold_history(call)
+
+
+def _in_kernel(implementation: Implementation | None, interpret: bool, form: Form, parents: jax.Array | None) -> bool:
+    """Whether the Triton kernel runs: it has the step form on chains; the rest is XLA's wherever it runs."""
+    choice = dispatch.resolve(_OP, implementation, interpret)
+    written = form == "step" and parents is None
+    if implementation == "triton" and not written:
+        asked = "a tree" if parents is not None else f"form={form!r}"
+        raise NotImplementedError(
+            f"{_OP}: implementation 'triton' has form='step' on chains, and this is {asked}; pass implementation=None"
+        )
+    return written and choice.implementation == "triton"
