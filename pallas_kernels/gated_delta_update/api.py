@@ -1,7 +1,6 @@
 """The user functions of the op: checks, then one implementation."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_parents
@@ -99,7 +98,7 @@ def gated_delta_update(
         state=state,
         tokens=tokens,
         slots=slots,
-        num_tokens=jnp.clip(num_tokens, 0, T),
+        num_tokens=num_tokens,
         layer=layer,
         scale=k.shape[-1] ** -0.5 if scale is None else scale,
         advance=snapshots is None and ring is None and not disable_state_update,
@@ -159,7 +158,7 @@ def fold_history(
     num_tokens = rows_of(ring.counts, slots) if num_tokens is None else num_tokens
     to_slots = slots if to_slots is None else to_slots
     arguments.check_rows(_OP, slots.size, num_tokens=num_tokens, to_slots=to_slots)
-    call = Fold(state, ring, slots, to_slots, jnp.clip(num_tokens, 0, ring.length), layer, form)
+    call = Fold(state, ring, slots, to_slots, num_tokens, layer, form)
     in_kernel = _in_kernel(implementation, interpret, form, None)
     if slots.size == 0 or state.size == 0:
         return state

@@ -16,7 +16,7 @@ def update(call: Call) -> DeltaUpdate:
     """The outputs, and the buffers with what the pass left in them."""
     valid = inside(call.slots, call.state.shape[1])
     tokens, layer, scale = call.tokens, call.layer, call.scale
-    num_tokens = jnp.where(valid, call.num_tokens, 0)
+    num_tokens = jnp.where(valid, jnp.clip(call.num_tokens, 0, tokens.k.shape[1]), 0)
     start, pool, ring, snapshots = read_states(call.state, layer, call.slots), call.state, call.ring, call.snapshots
     if ring is not None:
         counts = jnp.where(valid, rows_of(ring.counts, call.slots), 0)

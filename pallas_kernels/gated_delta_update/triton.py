@@ -53,7 +53,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         state_ref = written_ref if writes_state else read_ref
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), Hv, Hk, V, K)
         slot, valid = _slot(slots_ref, b, S)
-        count = jnp.where(valid, num_tokens_ref[b], 0)
+        count = jnp.where(valid, jnp.clip(num_tokens_ref[b], 0, T), 0)
         state = load_state(tile, state_ref, (layer, slot))
         if call.ring is not None:
             starts_ref, counts_ref, fold_ref = cursor_refs
@@ -100,7 +100,7 @@ def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
         history_refs, starts_ref, slots_ref, to_slots_ref, num_tokens_ref = inputs
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), Hv, history.k.shape[3], V, K)
         (slot, valid), (to_slot, has_target) = _slot(slots_ref, b, S), _slot(to_slots_ref, b, S)
-        count = jnp.where(valid & has_target, num_tokens_ref[b], 0)
+        count = jnp.where(valid & has_target, jnp.clip(num_tokens_ref[b], 0, length), 0)
         state = load_state(tile, state_ref, (layer, slot))
         state = _replay(tile, state, history_refs, (layer, slot), starts_ref[slot], count, length, dtype)
         pl.when(valid & has_target)(lambda: store_state(tile, state_ref, (layer, to_slot), state))
