@@ -109,7 +109,7 @@ def gated_delta_update(
         form=form,
     )
     arguments.check_kept(_OP, call, disable_state_update)
-    in_kernel = _in_kernel(implementation, interpret, form, parents)
+    in_kernel = _in_kernel(implementation, interpret, form)
     if v.size == 0 or state.size == 0:
         return DeltaUpdate(v, state, snapshots, ring)
     return triton.update(call, interpret=interpret) if in_kernel else reference.update(call)
@@ -159,19 +159,15 @@ def fold_history(
     to_slots = slots if to_slots is None else to_slots
     arguments.check_rows(_OP, slots.size, num_tokens=num_tokens, to_slots=to_slots)
     call = Fold(state, ring, slots, to_slots, num_tokens, layer, form)
-    in_kernel = _in_kernel(implementation, interpret, form, None)
+    in_kernel = _in_kernel(implementation, interpret, form)
     if slots.size == 0 or state.size == 0:
         return state
     return triton.fold_history(call, interpret=interpret) if in_kernel else reference.fold_history(call)
 
 
-def _in_kernel(implementation: Implementation | None, interpret: bool, form: Form, parents: jax.Array | None) -> bool:
-    """Whether the Triton kernel runs: it has the step form on chains; the rest is XLA's wherever it runs."""
+def _in_kernel(implementation: Implementation | None, interpret: bool, form: Form) -> bool:
+    """Whether the Triton kernel runs: it has the step form; the chunked one is XLA's wherever it runs."""
     choice = dispatch.resolve(_OP, implementation, interpret)
-    written = form == "step" and parents is None
-    if implementation == "triton" and not written:
-        asked = "a tree" if parents is not None else f"form={form!r}"
-        raise NotImplementedError(
-            f"{_OP}: implementation 'triton' has form='step' on chains, and this is {asked}; pass implementation=None"
-        )
-    return written and choice.implementation == "triton"
+    if implementation == "triton" and form == "chunk":
+        raise NotImplementedError(f"{_OP}: implementation 'triton' has form='step' alone; pass implementation=None")
+    return form == "step" and choice.implementation == "triton"

@@ -1,10 +1,12 @@
-"""The step form over chains as one Triton kernel, for sm_80 and later.
+"""The step form as one Triton kernel, for sm_80 and later.
 
 Grid `(V blocks, Hv, B)`: a program of 4 warps keeps 32 rows of V of one head's state in registers, takes them through
 the row's history and then its tokens, and stores them where the mode says. Loops run as often as there are tokens, and
-their body is the same whatever T, so a token has the same bits in every mode. Bytes moved: the state read once and
-written only where it changes, which is the least possible; k, q and the gates of a token once for each of the Hv/Hk
-heads' V/32 blocks that read them, from the second time on out of a cache. Precision: float32, no tensor cores.
+their body is the same whatever T. Of a tree it keeps the first state alone, and comes to each node along its path from
+there: a step more an ancestor, and no bytes. Bytes moved: the state read once and written only where it changes, which
+is the least possible; k, q and the gates of a token once for each of the Hv/Hk heads' V/32 blocks that read them, from
+the second time on out of a cache. Precision: float32, no tensor cores; the compiler rounds every product before it adds
+(`tests/aot` looks for fused ones), so a token has the same bits in every pass.
 """
 
 from collections.abc import Callable
@@ -33,12 +35,13 @@ from pallas_kernels.gated_delta_update.tile import (
     tile_of,
 )
 from pallas_kernels.state_scatter.triton import check_offsets
+from pallas_kernels.tree import ancestor_mask
 
 NUM_WARPS = 4
 
 
 def update(call: Call, *, interpret: bool) -> DeltaUpdate:
-    """The step form on a chain, whatever is kept."""
+    """The step form, on chains and trees."""
     (_, S, Hv, V, K), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
     T, Hk = call.tokens.k.shape[1:3]
     history, cursors, length = None, None, 0
@@ -46,9 +49,10 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         history, length = Tokens(**call.ring.inputs), call.ring.length
         cursors = call.ring.starts, call.ring.counts, call.fold
     writes_state = call.advance or call.ring is not None
+    visible = None if call.parents is None else ancestor_mask(call.parents)
 
     def gated_delta_update_kernel(inputs, buffers, o_ref):
-        tokens, slots_ref, num_tokens_ref, cursor_refs, read_ref = inputs
+        tokens, visible_ref, slots_ref, num_tokens_ref, cursor_refs, read_ref = inputs
         written_ref, snapshots_ref, history_refs = buffers
         state_ref = written_ref if writes_state else read_ref
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), Hv, Hk, V, K)
@@ -65,11 +69,12 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
             token = load_token(tile, tokens, (b, t))
             if call.ring is not None:
                 store_token(tile, history_refs, (layer, slot, (start + behind + t) % length), token)
-            after = step(state, token)
+            before = state if visible is None else _up_to(tile, t, visible_ref, tokens, b, state, dtype)
+            after = step(before, token)
             store_output(tile, o_ref, (b, t), output(after, token, call.scale))
             if call.snapshots is not None:
                 store_state(tile, snapshots_ref, (layer, b, t), after)
-            return _rounded(after, dtype)
+            return _rounded(after, dtype) if visible is None else state
 
         state = lax.fori_loop(0, count, advance, state)
         if call.advance:
@@ -80,7 +85,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     (state, snapshots, history), o = _launch(
         gated_delta_update_kernel,
         (pl.cdiv(V, block_rows(V)), Hv, call.slots.size),
-        (call.tokens, call.slots, call.num_tokens, cursors, None if writes_state else call.state),
+        (call.tokens, visible, call.slots, call.num_tokens, cursors, None if writes_state else call.state),
         (call.state if writes_state else None, call.snapshots, history),
         jax.ShapeDtypeStruct(call.tokens.v.shape, call.tokens.v.dtype),
         interpret,
@@ -139,6 +144,20 @@ def _replay(
         return _rounded(step(state, load_token(tile, refs, (*at, (start + i) % length))), dtype)
 
     return lax.fori_loop(0, count, replay, state)
+
+
+def _up_to(
+    tile: Tile, t: jax.Array, visible_ref: Any, tokens: Tokens, b: jax.Array, state: jax.Array, dtype: Any
+) -> jax.Array:
+    """The state of node t's parent, as it would have been stored: the first state advanced along the path."""
+
+    def visit(j, state):
+        def advance(state):
+            return _rounded(step(state, load_token(tile, tokens._replace(q=None), (b, j))), dtype)
+
+        return lax.cond(visible_ref[b, t, j], advance, lambda state: state, state)
+
+    return lax.fori_loop(0, t, visit, state)
 
 
 def _rounded(state: jax.Array, dtype: Any) -> jax.Array:
