@@ -25,8 +25,8 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "state_commit": ("xla", "triton", "mosaic_gpu"),
     "selective_state_update": ("xla", "triton"),
     "causal_conv1d_update": ("xla", "triton"),
-    "gated_delta_update": ("xla",),
-    "decode_attention": ("xla",),
+    "gated_delta_update": ("xla", "triton"),
+    "decode_attention": ("xla", "triton"),
 }
 
 # An abstract device has a name but no capability. Longer names are tried first.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.entries import inside
 from pallas_kernels.gated_delta_chunk import reference
-from pallas_kernels.gated_delta_update.checks import check_rows
+from pallas_kernels.gated_delta_update.arguments import check_rows, check_state, check_tokens
 from pallas_kernels.gated_delta_update.recurrence import Tokens
 from pallas_kernels.gated_delta_update.reference import only_first, read_states, write_states
 
@@ -22,10 +22,10 @@ def gated_delta_chunk(
     v: jax.Array,
     g: jax.Array,
     beta: jax.Array,
-    slots: jax.Array,
-    num_tokens: jax.Array,
     *,
     layer: int,
+    slots: jax.Array,
+    num_tokens: jax.Array,
     scale: float | None = None,
     chunk_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -35,7 +35,7 @@ def gated_delta_chunk(
     carried in float32 and rounded to the pool's dtype once, at the end.
 
     Args:
-        state, q, k, v, g, beta, slots, layer, scale: as `gated_delta_update`'s; T may be any number.
+        state, q, k, v, g, beta, layer, slots, scale: as `gated_delta_update`'s; T may be any number.
         num_tokens: `[B]` int32; later tokens change nothing, and their outputs are 0.
         chunk_size: tokens a chunk; by default 64, and 16 with a decay per key channel.
 
@@ -49,11 +49,15 @@ def gated_delta_chunk(
     Hatamizadeh 2024; argument names as flash-linear-attention's `chunk_gated_delta_rule`.
     """
     tokens = Tokens(k=k, v=v, g=g, beta=beta, q=q)
-    check_rows(_OP, state, tokens, slots, num_tokens, layer)
+    check_state(_OP, state, layer)
+    batch, _ = check_tokens(_OP, state, tokens)
+    check_rows(_OP, batch, slots=slots, num_tokens=num_tokens)
     if chunk_size is None:
         chunk_size = _CHUNK_PER_CHANNEL if g.ndim == 4 else _CHUNK
     if chunk_size < 1:
         raise ValueError(f"{_OP}: chunk_size is {chunk_size}, expected 1 at least")
+    if v.size == 0 or state.size == 0:
+        return v, state
     valid = inside(slots, state.shape[1])
     tokens = only_first(tokens, jnp.where(valid, num_tokens, 0))
     scale = k.shape[-1] ** -0.5 if scale is None else scale

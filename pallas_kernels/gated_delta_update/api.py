@@ -1,15 +1,15 @@
-"""The user function of the op: checks, then one implementation."""
+"""The user functions of the op: checks, then one implementation."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import dispatch
+from pallas_kernels.arguments import check_parents
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gated_delta_update import reference
-from pallas_kernels.gated_delta_update.checks import check_mode, check_rows
+from pallas_kernels.gated_delta_update import arguments, reference, triton
+from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold, Form
 from pallas_kernels.gated_delta_update.recurrence import Tokens
-from pallas_kernels.gated_delta_update.reference import Call, Updated
-from pallas_kernels.ring import Ring
+from pallas_kernels.ring import Ring, rows_of
+from pallas_kernels.tree import earlier_parents
 
 _OP = "gated_delta_update"
 
@@ -21,87 +21,153 @@ def gated_delta_update(
     v: jax.Array,
     g: jax.Array,
     beta: jax.Array,
-    slots: jax.Array,
-    num_tokens: jax.Array,
     *,
     layer: int,
+    slots: jax.Array,
+    num_tokens: jax.Array,
     scale: float | None = None,
     snapshots: jax.Array | None = None,
     ring: Ring | None = None,
     fold: jax.Array | None = None,
-    parents: jax.Array | None = None,
     disable_state_update: bool = False,
-    chunked: bool = False,
+    parents: jax.Array | None = None,
+    form: Form = "step",
     implementation: Implementation | None = None,
     interpret: bool = False,
-) -> Updated:
-    """The gated delta rule over T tokens of each row, from the state of the row's slot in one layer.
+) -> DeltaUpdate:
+    """The gated delta rule over T tokens of each row, from the states in one layer of a pool.
 
         S' = S_{t-1} diag(exp(g_t)),   u_t = beta_t (v_t - S' k_t),   S_t = S' + u_t k_t^T,   o_t = S_t q_t
 
-    with k_t / |k_t| for k_t and scale * q_t / |q_t| for q_t. The gates stand outside, in `gates`, because g and beta
-    are what a ring keeps, final and in float32; the norm stands inside, because k is kept as it came. The state is
-    rounded to its dtype after every token, so a token has the same bits in every mode but `chunked`.
+    with k_t / |k_t| for k_t and scale * q_t / |q_t| for q_t; on a tree, S_{t-1} is the state of the node's parent. The
+    gates stand outside, in `gates`, because g and beta are what a ring keeps, final and in float32; the norm stands
+    inside, because k is kept as it came. In the shapes below L is layers, S slots, B rows, T tokens, Hk key heads, Hv
+    value heads, K and V the sizes of a key and a value; value head h reads key head h // (Hv/Hk). What a pass leaves:
 
-    What becomes of the states, B being rows, L layers, S slots, Q the ring's length:
+    - by default the state after the row's tokens, in the pool: decoding;
+    - with `snapshots`, the state after every token in its layer; the pool stays as it is: a verify to be committed;
+    - with `disable_state_update` nothing;
+    - with `ring` and `fold`, the T inputs behind each row's history. The outputs then start from the state after the
+      history, and rows with `fold` write that state to the pool; afterwards their history is empty, and the caller,
+      who has run all layers, moves `starts` by `counts` and counts accepted tokens.
 
-    | passed                 | the pool holds afterwards                        | besides                         |
-    | ---------------------- | ------------------------------------------------ | ------------------------------- |
-    | nothing                | the state behind the row's tokens                |                                 |
-    | `disable_state_update` | what it held                                     |                                 |
-    | `snapshots`            | what it held                                     | the state after every token     |
-    | `ring`, `fold`         | for rows of fold the state behind their history, | the tokens' inputs behind the   |
-    |                        | for others what it held                          | history, which they start from  |
-
-    A ring's cursors come back as they came: moving them is accepting. A row that folds with no tokens is materialised.
+    All arithmetic is float32. In the step form a state is rounded to the pool's dtype after every token, and decode,
+    snapshots and replay agree to the bit; the chunked form rounds only what it stores. A row whose slot is out of range
+    (-1 is the padding index) has outputs of 0 and leaves nothing. Every other byte of a buffer stays as it is; when the
+    caller's jit donates the buffers, they are updated in place. Two rows with one slot leave it undefined.
 
     Args:
         state: `[L, S, Hv, V, K]`, the pool, float32, bfloat16 or float16; donate it.
-        q, k: `[B, T, Hk, K]`; Hk divides Hv, and value head h reads key head h // (Hv / Hk).
+        q: `[B, T, Hk, K]`.
+        k: `[B, T, Hk, K]`.
         v: `[B, T, Hv, V]`.
-        g: `[B, T, Hv]` float32, the decay's logarithm; `[B, T, Hv, K]` for a decay per key channel (KDA).
+        g: `[B, T, Hv]` float32, the logarithm of the decay; `[B, T, Hv, K]` for a decay per key channel (KDA).
         beta: `[B, T, Hv]` float32.
-        slots: `[B]` int32; rows whose slot is out of range are skipped (-1 is the padding index), their outputs are 0.
-            Rows that share a slot leave it undefined.
-        num_tokens: `[B]` int32; later tokens change nothing, their outputs are 0, their snapshots hold anything.
-        layer: which layer, static.
+        layer: which layer of every buffer (static).
+        slots: `[B]` int32, the slot of each row.
+        num_tokens: `[B]` int32; later tokens change nothing, have outputs of 0, and snapshots that hold anything.
         scale: of the queries; K ** -0.5 by default.
-        snapshots: `[L, B, T, Hv, V, K]` in the pool's dtype, of all layers; donate it.
-        ring: inputs `{"k", "v", "g", "beta"}`, each `[L, S, Q, ...]` in the argument's dtype, with Q >= 2 T; donate it.
-        fold: `[B]` bool, from `ring.must_fold`.
-        parents: `[B, T]` int32, each node's parent, which comes before it; -1 at the root. None for a chain.
-        disable_state_update: outputs only.
-        chunked: solve the window at once instead of token by token: cheaper for many tokens and trees, and equal to
-            rounding (1e-5). The history is folded token by token all the same.
+        snapshots: `[L, B, T, Hv, V, K]` in the pool's dtype; donate it.
+        ring: inputs k `[L, S, Q, Hk, K]`, v `[L, S, Q, Hv, V]`, g and beta `[L, S, Q, Hv]` (g of KDA
+            `[L, S, Q, Hv, K]`) in the arguments' dtypes, with Q >= 2 T; a row's count and T together must not pass Q
+            (see `ring.must_fold`). Donate it.
+        fold: `[B]` bool, the rows that write the state after their history; required with ring.
+        disable_state_update: leave nothing behind.
+        parents: `[B, T]` int32, each node's parent, which comes before it; -1 at a root. None for a chain. A tree has
+            no last state, so it needs snapshots, a ring or disable_state_update.
+        form: "step", token by token; "chunk", the whole window at once in the WY form.
         implementation: "xla", "triton", or None to choose by device.
         interpret: run the named GPU kernel in the interpreter, for tests.
 
     Returns:
-        `Updated(o, state, snapshots, ring)`.
+        DeltaUpdate(o, state, snapshots, ring).
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit.
         NotImplementedError: a named implementation that the device cannot run.
 
     Source: Yang, Kautz and Hatamizadeh 2024, equation 10; argument names as flash-linear-attention's
-    `fused_recurrent_gated_delta_rule`; checkpointed rings as FlashInfer's `checkpointing_ssu`.
+    `fused_recurrent_gated_delta_rule`; replay as TensorRT-LLM's and FlashInfer's checkpointed update.
     """
     tokens = Tokens(k=k, v=v, g=g, beta=beta, q=q)
-    check_rows(_OP, state, tokens, slots, num_tokens, layer)
+    arguments.check_state(_OP, state, layer)
+    arguments.check_form(_OP, form)
+    B, T = arguments.check_tokens(_OP, state, tokens)
+    arguments.check_rows(_OP, B, slots=slots, num_tokens=num_tokens)
     call = Call(
         state=state,
         tokens=tokens,
         slots=slots,
-        num_tokens=jnp.clip(num_tokens, 0, k.shape[1]),
+        num_tokens=num_tokens,
         layer=layer,
         scale=k.shape[-1] ** -0.5 if scale is None else scale,
         advance=snapshots is None and ring is None and not disable_state_update,
         snapshots=snapshots,
         ring=ring,
         fold=fold,
-        parents=parents,
-        chunked=chunked,
+        parents=None if parents is None else earlier_parents(check_parents(_OP, parents, B, T)),
+        form=form,
     )
-    check_mode(_OP, call, disable_state_update)
-    dispatch.resolve(_OP, implementation, interpret)
-    return reference.update(call)
+    arguments.check_kept(_OP, call, disable_state_update)
+    in_kernel = _in_kernel(implementation, interpret, form)
+    if v.size == 0 or state.size == 0:
+        return DeltaUpdate(v, state, snapshots, ring)
+    return triton.update(call, interpret=interpret) if in_kernel else reference.update(call)
+
+
+def fold_history(
+    state: jax.Array,
+    ring: Ring,
+    *,
+    layer: int,
+    slots: jax.Array,
+    num_tokens: jax.Array | None = None,
+    to_slots: jax.Array | None = None,
+    form: Form = "step",
+    implementation: Implementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Writes the state after the first inputs of each row's history: materialises slots, publishes states.
+
+        state[layer, to_slots[b]] = the state of slot slots[b] after num_tokens[b] inputs from its ring's start on
+
+    with the bits that `gated_delta_update` has in the same form. The ring stays as it is: a caller that folds a slot
+    into itself moves `starts` and `counts` afterwards. Rows whose slot or target is out of range (-1 is the padding
+    index) write nothing. A slot that one row writes and another names ends up undefined.
+
+    Args:
+        state: `[L, S, Hv, V, K]`, the pool; donate it.
+        ring: as of `gated_delta_update`.
+        layer: which layer of pool and ring (static).
+        slots: `[B]` int32.
+        num_tokens: `[B]` int32, 0..Q, inputs that were only just written included; the counts by default.
+        to_slots: `[B]` int32; slots by default.
+        form, implementation, interpret: as of `gated_delta_update`.
+
+    Returns:
+        state with the folded states written.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit.
+        NotImplementedError: a named implementation that the device cannot run.
+    """
+    arguments.check_state(_OP, state, layer)
+    arguments.check_form(_OP, form)
+    arguments.check_ring(_OP, state, ring)
+    arguments.check_rows(_OP, slots.size, slots=slots)
+    num_tokens = rows_of(ring.counts, slots) if num_tokens is None else num_tokens
+    to_slots = slots if to_slots is None else to_slots
+    arguments.check_rows(_OP, slots.size, num_tokens=num_tokens, to_slots=to_slots)
+    call = Fold(state, ring, slots, to_slots, num_tokens, layer, form)
+    in_kernel = _in_kernel(implementation, interpret, form)
+    if slots.size == 0 or state.size == 0:
+        return state
+    return triton.fold_history(call, interpret=interpret) if in_kernel else reference.fold_history(call)
+
+
+def _in_kernel(implementation: Implementation | None, interpret: bool, form: Form) -> bool:
+    """Whether the Triton kernel runs: it has the step form; the chunked one is XLA's wherever it runs."""
+    choice = dispatch.resolve(_OP, implementation, interpret)
+    if implementation == "triton" and form == "chunk":
+        raise NotImplementedError(f"{_OP}: implementation 'triton' has form='step' alone; pass implementation=None")
+    return form == "step" and choice.implementation == "triton"

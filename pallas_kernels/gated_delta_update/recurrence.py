@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arithmetic import contract, fenced, rounded
 
-_EPS = 1e-6  # under the root of a key's squared length
+EPS = 1e-6  # under the root of a key's squared length
 _LANES = 16  # numbers of the widest vector a CPU works on
 
 
@@ -163,7 +163,7 @@ def per_head(leaf: jax.Array, heads: int, axis: int = 1) -> jax.Array:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(contract(x[..., None, :], x) + _EPS)
+    return x * jax.lax.rsqrt(contract(x[..., None, :], x) + EPS)
 
 
 def _alike(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

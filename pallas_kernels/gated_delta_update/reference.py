@@ -1,81 +1,52 @@
 """The op in plain JAX, `implementation="xla"`: reads the rows' states, runs the recurrence, writes where asked."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.entries import inside
-from pallas_kernels.gated_delta_update.recurrence import Tokens, fold, step_scan, step_tree, unit_tokens
-from pallas_kernels.gated_delta_update.window import outputs, solve, states
+from pallas_kernels.gated_delta_update import recurrence
+from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold, Form
+from pallas_kernels.gated_delta_update.recurrence import Tokens, unit_tokens
+from pallas_kernels.gated_delta_update.window import last_state, outputs, solve, states
 from pallas_kernels.order import available_after
 from pallas_kernels.ring import Ring, read_history, rows_of, write_tokens
 from pallas_kernels.state_scatter.reference import movable, restored
 
 
-class Call(NamedTuple):
-    """What the implementations take; shapes as in `api.py`, everything checked.
-
-    advance: whether the state behind the tokens goes to the pool; chunked: whether the window is solved at once.
-    """
-
-    state: jax.Array
-    tokens: Tokens
-    slots: jax.Array
-    num_tokens: jax.Array
-    layer: int
-    scale: float
-    advance: bool
-    snapshots: jax.Array | None
-    ring: Ring | None
-    fold: Any
-    parents: jax.Array | None
-    chunked: bool
-
-
-class Updated(NamedTuple):
-    """What the op returns.
-
-    Attributes:
-        o: `[B, T, Hv, V]` outputs in v's dtype; 0 for tokens past `num_tokens` and rows without a slot.
-        state: the pool, in its own buffer if it was donated.
-        snapshots: with this layer's states, or None.
-        ring: with this layer's inputs and the cursors as they came, or None.
-    """
-
-    o: jax.Array
-    state: jax.Array
-    snapshots: jax.Array | None
-    ring: Ring | None
-
-
-def update(call: Call) -> Updated:
-    """Any mode of the op."""
+def update(call: Call) -> DeltaUpdate:
+    """The outputs, and the buffers with what the pass left in them."""
     valid = inside(call.slots, call.state.shape[1])
-    num_tokens = jnp.where(valid, call.num_tokens, 0)
-    tokens = call.tokens
-    start, ring, pool = read_states(call.state, call.layer, call.slots), call.ring, call.state
+    tokens, layer, scale = call.tokens, call.layer, call.scale
+    num_tokens = jnp.where(valid, jnp.clip(call.num_tokens, 0, tokens.k.shape[1]), 0)
+    start, pool, ring, snapshots = read_states(call.state, layer, call.slots), call.state, call.ring, call.snapshots
     if ring is not None:
         counts = jnp.where(valid, rows_of(ring.counts, call.slots), 0)
-        start = fold(start, Tokens(**read_history(ring, call.layer, call.slots)), counts)
-        pool = write_states(pool, call.layer, call.slots, valid & call.fold, start)
+        start = _fold(call.form, start, ring, layer, call.slots, counts)
+        pool = write_states(pool, layer, call.slots, valid & call.fold, start)
         kept = {"k": tokens.k, "v": tokens.v, "g": tokens.g, "beta": tokens.beta}
         targets = available_after(jnp.where(num_tokens > 0, call.slots, -1), start)
-        ring = write_tokens(ring, call.layer, targets, kept)
+        ring = write_tokens(ring, layer, targets, kept)
 
-    snapshots = call.snapshots
-    if call.chunked:
-        window = solve(start, unit_tokens(only_first(tokens, num_tokens), call.scale), call.parents)
-        o = outputs(window)
+    if call.form == "chunk":
+        window = solve(start, unit_tokens(only_first(tokens, num_tokens), scale), call.parents)
+        o, after = outputs(window), last_state(window)
         if snapshots is not None:
-            snapshots = snapshots.at[call.layer].set(states(window).astype(snapshots.dtype))
+            snapshots = snapshots.at[layer].set(states(window).astype(snapshots.dtype))
     elif call.parents is None:
-        o, after, snapshots = step_scan(start, tokens, num_tokens, call.scale, snapshots, call.layer)
-        if call.advance:
-            pool = write_states(pool, call.layer, call.slots, valid, after)
+        o, after, snapshots = recurrence.step_scan(start, tokens, num_tokens, scale, snapshots, layer)
     else:
-        o, snapshots = step_tree(start, tokens, num_tokens, call.scale, call.parents, snapshots, call.layer)
-    return Updated(o.astype(tokens.v.dtype), pool, snapshots, ring)
+        o, snapshots = recurrence.step_tree(start, tokens, num_tokens, scale, call.parents, snapshots, layer)
+    if call.advance:
+        pool = write_states(pool, layer, call.slots, valid, after)
+    return DeltaUpdate(o.astype(tokens.v.dtype), pool, snapshots, ring)
+
+
+def fold_history(call: Fold) -> jax.Array:
+    """The pool with the states after the first `num_tokens[b]` inputs of each row's ring."""
+    valid = inside(call.slots, call.state.shape[1])
+    start = read_states(call.state, call.layer, call.slots)
+    after = _fold(call.form, start, call.ring, call.layer, call.slots, jnp.where(valid, call.num_tokens, 0))
+    return write_states(call.state, call.layer, call.to_slots, valid, after)
 
 
 def only_first(tokens: Tokens, num_tokens: jax.Array) -> Tokens:
@@ -93,5 +64,14 @@ def read_states(pool: jax.Array, layer: int, slots: jax.Array) -> jax.Array:
 def write_states(pool: jax.Array, layer: int, slots: jax.Array, valid: jax.Array, states: jax.Array) -> jax.Array:
     """The pool with the states of the rows where `valid` in one layer; every other byte stays."""
     states = movable(states.astype(pool.dtype))
-    written = movable(pool).at[layer, jnp.where(valid, slots, pool.shape[1])].set(states, mode="drop")
-    return restored(written, pool.dtype)
+    slots = jnp.where(valid & inside(slots, pool.shape[1]), slots, pool.shape[1])
+    return restored(movable(pool).at[layer, slots].set(states, mode="drop"), pool.dtype)
+
+
+def _fold(form: Form, start: jax.Array, ring: Ring, layer: int, slots: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """The states `[B, Hv, V, K]` after the first inputs of each row's ring, in their dtype."""
+    history = Tokens(**read_history(ring, layer, slots))
+    if form == "step":
+        return recurrence.fold(start, history, num_tokens)
+    window = solve(start, unit_tokens(only_first(history, num_tokens), 1.0), None)
+    return last_state(window).astype(start.dtype)

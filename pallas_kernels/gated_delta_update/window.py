@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_update.recurrence import Tokens, per_head
+from pallas_kernels.tree import ancestor_mask
 
 Sums = tuple[jax.Array, jax.Array]  # of g along a path, and what rounding took from them
 
@@ -48,7 +49,7 @@ def solve(state: jax.Array, tokens: Tokens, parents: jax.Array | None) -> Window
     if parents is None:
         sums, visible = jax.lax.associative_scan(_add, _exact(tokens.g), axis=1), jnp.tril(jnp.ones((1, T, T), bool))
     else:
-        sums, visible = _along_paths(tokens.g, parents)
+        sums, visible = _path_sums(tokens.g, parents), ancestor_mask(parents)
     beta = jnp.moveaxis(tokens.beta, 1, 2)[..., None]  # [B, Hv, T, 1]
     carried = _from_state(state, tokens.k, sums)
     earlier = _scores(tokens.k, tokens.k, sums, visible & ~jnp.eye(T, dtype=bool), heads)
@@ -103,24 +104,20 @@ def _between(sums: Sums, visible: jax.Array) -> jax.Array:
     return jnp.exp(jnp.where(visible[..., None, None], between, -jnp.inf))
 
 
-def _along_paths(g: jax.Array, parents: jax.Array) -> tuple[Sums, jax.Array]:
-    """g summed from the root to each node, and which nodes are on its path, in log2(T) rounds."""
-    T = parents.shape[1]
+def _path_sums(g: jax.Array, parents: jax.Array) -> Sums:
+    """g summed from the root to each node, and what rounding took from it, in log2(T) rounds."""
 
     def at(leaf, nodes):
         return jnp.take_along_axis(leaf, jnp.maximum(nodes, 0).reshape(*nodes.shape, *[1] * (leaf.ndim - 2)), axis=1)
 
     sums, jump = _exact(g), parents
-    visible = jnp.broadcast_to(jnp.eye(T, dtype=bool), (parents.shape[0], T, T))
-    # After each round a node knows twice as many nodes of its path, and its next jump goes twice as far.
-    for _ in range((T - 1).bit_length()):
-        above = jump >= 0
+    # After each round a node holds the sum of twice as many nodes of its path, and its next jump goes twice as far.
+    for _ in range((parents.shape[1] - 1).bit_length()):
+        above = (jump >= 0)[..., None, None]
         further = _add((at(sums[0], jump), at(sums[1], jump)), sums)
-        follows = above[..., None, None]
-        sums = jnp.where(follows, further[0], sums[0]), jnp.where(follows, further[1], sums[1])
-        visible = visible | (above[..., None] & at(visible, jump))
-        jump = jnp.where(above, at(jump, jump), -1)
-    return sums, visible
+        sums = jnp.where(above, further[0], sums[0]), jnp.where(above, further[1], sums[1])
+        jump = jnp.where(jump >= 0, at(jump, jump), -1)
+    return sums
 
 
 def _exact(g: jax.Array) -> Sums:

@@ -1,0 +1,117 @@
+"""What one program of the Triton kernel holds, and how it takes it from token to token."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.compat import triton
+from pallas_kernels.gated_delta_update.recurrence import EPS, Tokens
+
+_MOST_ROWS = 32
+
+
+class Tile(NamedTuple):
+    """Some rows of V and all columns of K of one head's state; masks are None where everything exists."""
+
+    block: jax.Array
+    head: jax.Array
+    key_head: jax.Array
+    leads_key_head: jax.Array
+    rows: jax.Array
+    columns: jax.Array
+    has_row: jax.Array | None
+    has_column: jax.Array | None
+    has_element: jax.Array | None
+
+
+def block_rows(V: int) -> int:
+    """How many rows of V a program holds."""
+    return min(_MOST_ROWS, pl.next_power_of_2(V))
+
+
+def tile_of(block: jax.Array, head: jax.Array, heads: int, key_heads: int, V: int, K: int) -> Tile:
+    """The tile at block `block` of V in head `head`."""
+    group = heads // key_heads
+    rows = block * block_rows(V) + jnp.arange(block_rows(V), dtype=jnp.int32)
+    columns = jnp.arange(pl.next_power_of_2(K), dtype=jnp.int32)
+    has_row = None if V % block_rows(V) == 0 else rows < V
+    has_column = None if columns.size == K else columns < K
+    masks = [mask for mask in (None if has_row is None else has_row[:, None], has_column) if mask is not None]
+    has_element = jnp.broadcast_to(masks[0] & masks[-1], (rows.size, columns.size)) if masks else None
+    return Tile(block, head, head // group, head % group == 0, rows, columns, has_row, has_column, has_element)
+
+
+def load_state(tile: Tile, ref: Any, index: tuple) -> jax.Array:
+    """The tile in float32 from a ref of states `[.., Hv, V, K]`."""
+    return _load(_state_at(tile, ref, index), tile.has_element).astype(jnp.float32)
+
+
+def store_state(tile: Tile, ref: Any, index: tuple, state: jax.Array) -> None:
+    """The tile to a ref of states `[.., Hv, V, K]`, in its dtype."""
+    triton.store(_state_at(tile, ref, index), state.astype(ref.dtype), mask=tile.has_element)
+
+
+def store_output(tile: Tile, ref: Any, index: tuple, o: jax.Array) -> None:
+    """The tile's rows of an output to a ref `[.., Hv, V]`, in its dtype."""
+    triton.store(ref.at[(*index, tile.head, tile.rows)], o.astype(ref.dtype), mask=tile.has_row)
+
+
+def load_token(tile: Tile, refs: Tokens, index: tuple) -> Tokens:
+    """What the tile reads of a token, as it is stored: k and q `[C]`, v `[R]`, g a number or `[C]`, beta a number."""
+    per_channel = len(refs.g.shape) == len(index) + 2
+    return Tokens(
+        k=_load(refs.k.at[(*index, tile.key_head, tile.columns)], tile.has_column),
+        v=_load(refs.v.at[(*index, tile.head, tile.rows)], tile.has_row),
+        g=_load(refs.g.at[(*index, tile.head, tile.columns)], tile.has_column)
+        if per_channel
+        else refs.g[(*index, tile.head)],
+        beta=refs.beta[(*index, tile.head)],
+        q=None if refs.q is None else _load(refs.q.at[(*index, tile.key_head, tile.columns)], tile.has_column),
+    )
+
+
+def store_token(tile: Tile, refs: Tokens, index: tuple, token: Tokens) -> None:
+    """The tile's share of a token's inputs; what several tiles have read, one of them stores."""
+    triton.store(refs.v.at[(*index, tile.head, tile.rows)], token.v, mask=tile.has_row)
+
+    def store_gates():
+        if token.g.ndim:
+            triton.store(refs.g.at[(*index, tile.head, tile.columns)], token.g, mask=tile.has_column)
+        else:
+            refs.g[(*index, tile.head)] = token.g
+        refs.beta[(*index, tile.head)] = token.beta
+
+    def store_key():
+        triton.store(refs.k.at[(*index, tile.key_head, tile.columns)], token.k, mask=tile.has_column)
+
+    pl.when(tile.block == 0)(store_gates)
+    pl.when((tile.block == 0) & tile.leads_key_head)(store_key)
+
+
+def step(state: jax.Array, token: Tokens) -> jax.Array:
+    """The tile after a token, in float32: `recurrence.state_step`."""
+    k = _unit(token.k)[None, :]
+    decay = jnp.exp(token.g)
+    decayed = state * (decay[None, :] if decay.ndim else decay)
+    update = token.beta * (token.v.astype(jnp.float32) - jnp.sum(decayed * k, axis=1))
+    return decayed + update[:, None] * k
+
+
+def output(state: jax.Array, token: Tokens, scale: float) -> jax.Array:
+    """The tile's rows of the output, from the unrounded state."""
+    return jnp.sum(state * (_unit(token.q) * scale)[None, :], axis=1)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x) + EPS)
+
+
+def _state_at(tile: Tile, ref: Any, index: tuple) -> Any:
+    return ref.at[(*index, tile.head, tile.rows[:, None], tile.columns[None, :])]
+
+
+def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    return triton.load(ref, mask=mask, other=None if mask is None else 0)
