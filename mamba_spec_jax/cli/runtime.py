@@ -59,14 +59,22 @@ def keep_compiled_programs() -> None:
 
 
 def open_model(
-    name: str, precision: Precision, mode: Mode = Mode.DECODE, strategy: Strategy = Strategy.SNAPSHOT
+    name: str,
+    precision: Precision,
+    mode: Mode = Mode.DECODE,
+    strategy: Strategy = Strategy.SNAPSHOT,
+    progress: bool | None = False,
 ) -> tuple[LoadedModel, Tokenizer]:
-    """Loads a model and the tokenizer that the commands cannot do without; ValueError if there is none."""
+    """Loads a model and the tokenizer that the commands cannot do without; ValueError if there is none.
+
+    `progress` is `load`'s; most commands show a line of their own meanwhile.
+    """
     loaded = load(
         name,
         policy=choose_policy(precision),
         speculative_mode=SpeculativeMode(mode.value),
         strategy=CommitStrategy(strategy.value),
+        progress=progress,
     )
     if loaded.tokenizer is None:
         raise ValueError(f"{loaded.folder} has no tokenizer.json, so text cannot be turned into its tokens")
