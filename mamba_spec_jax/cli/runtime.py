@@ -1,5 +1,6 @@
 """What every command needs before it can run a model: dtypes for the device, compiled programs kept, a loaded model."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def describe(device: Device) -> str:
     if device.capability is None:
         return device.kind.upper() if device.kind == device.platform else f"{device.kind} ({device.platform})"
     return f"{device.kind} (compute capability {device.capability[0]}.{device.capability[1]})"
+
+
+def model_line(loaded: LoadedModel) -> str:
+    """`granitemoehybrid, 4.20 M parameters: 5 Mamba-2 and 1 attention layers`."""
+    config = loaded.model.config
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(loaded.params))
+    return (
+        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.mamba_layers)} Mamba-2 and "
+        f"{len(config.attention_layers)} attention layers"
+    )
 
 
 def cache_directory() -> Path:
