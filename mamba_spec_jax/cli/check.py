@@ -14,7 +14,15 @@ from rich.text import Text
 from mamba_spec_jax.cache.memory import format_bytes
 from mamba_spec_jax.cli.checking import Verdict
 from mamba_spec_jax.cli.checking import check as check_drafts
-from mamba_spec_jax.cli.options import BUNDLED, DtypeOption, MaxNewOption, Precision, SeedOption, title_of
+from mamba_spec_jax.cli.options import (
+    BUNDLED,
+    DtypeOption,
+    MaxNewOption,
+    Precision,
+    SeedOption,
+    Strategy,
+    title_of,
+)
 from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
 from mamba_spec_jax.cli.runtime import choose_policy, describe, model_line
 from mamba_spec_jax.models.hybrid_lm import HybridModel
@@ -43,6 +51,9 @@ def check(
             "--prompt", help="A row's. May be given several times.  [default: code; random without tokenizer]"
         ),
     ] = [],  # noqa: B006, typer wants a list
+    strategy: Annotated[
+        list[Strategy], typer.Option("--strategy", help="Of those there are. May be given several times.")
+    ] = list(Strategy),  # noqa: B006, typer wants a list
     dtype: DtypeOption = Precision.AUTO,
     seed: SeedOption = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Write the results as JSON.")] = False,
@@ -58,11 +69,11 @@ def check(
         longest = max(map(len, rows)) + max_new_tokens
         verdicts: _Verdicts = {}
         memory: _Memory = {}
-        for strategy in CommitStrategy:
-            status.update(f"{strategy.value}: compiling, then decoding")
-            chosen = HybridModel.create(config, policy, strategy=strategy)
-            verdicts[strategy] = list(check_drafts(chosen, loaded.params, rows, max_new_tokens, drafts))
-            memory[strategy] = plan_memory(config, len(rows), longest, drafts + 1, strategy, policy)
+        for kept in map(CommitStrategy, strategy):
+            status.update(f"{kept.value}: compiling, then decoding")
+            chosen = HybridModel.create(config, policy, strategy=kept)
+            verdicts[kept] = list(check_drafts(chosen, loaded.params, rows, max_new_tokens, drafts))
+            memory[kept] = plan_memory(config, len(rows), longest, drafts + 1, kept, policy)
     passed = all(verdict.passed for found in verdicts.values() for verdict in found)
     if as_json:
         print(json.dumps(_report(loaded, verdicts, memory) | {"passed": passed}, indent=2))

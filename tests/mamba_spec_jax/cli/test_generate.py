@@ -87,13 +87,12 @@ def chatty(folder, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("system", [(), ("--system", "Be brief.")])
-def test_chat_is_the_rendered_prompt(run, folder, chatty, system):
+def test_chat_is_the_rendered_prompt(run, folder, chatty):
     """The template's text, its special tokens read as such, goes to the model that `generate` runs."""
     options = ("-n", 8, "--drafts", 3, "--json")
-    report = json.loads(run("generate", "--chat", "Hi <|end|>?", *system, "--model", chatty, *options)[0])
-    text = f"<system>Be brief.{END}" if system else ""
-    text += f"<user>Hi <|end|>?{END}<assistant>"
+    chat = ("--chat", "Hi <|end|>?", "--system", "Be brief.")
+    report = json.loads(run("generate", *chat, "--model", chatty, *options)[0])
+    text = f"<system>Be brief.{END}<user>Hi <|end|>?{END}<assistant>"
     expected = json.loads(run("generate", text, "--model", folder, *options)[0])
     assert report["prompt"] == "Hi <|end|>?"
     assert report["tokens"] == expected["tokens"]
