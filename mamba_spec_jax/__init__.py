@@ -1,5 +1,6 @@
 """Speculative decoding for hybrid recurrent language models in JAX, with exact state commits."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
@@ -39,6 +40,7 @@ from mamba_spec_jax.speculative.tree import SelectedTree, TreeTopology, select_b
 
 if TYPE_CHECKING:
     from mamba_spec_jax.drafting import LoadedDrafter, load_drafter
+    from mamba_spec_jax.models.chat import ChatTemplate
     from mamba_spec_jax.models.loading import LoadedModel, load
 
 __version__ = "0.1.0"
@@ -47,6 +49,7 @@ __all__ = [
     "AcceptResult",
     "AttentionInputs",
     "AutoDepth",
+    "ChatTemplate",
     "CommitStrategy",
     "DFlashDrafter",
     "DTypePolicy",
@@ -114,14 +117,17 @@ __all__ = [
 ]
 
 
+# Loading needs the packages that read checkpoints; everything else runs without them.
+_LOADING = {
+    "ChatTemplate": "mamba_spec_jax.models.chat",
+    "LoadedDrafter": "mamba_spec_jax.drafting",
+    "LoadedModel": "mamba_spec_jax.models.loading",
+    "load": "mamba_spec_jax.models.loading",
+    "load_drafter": "mamba_spec_jax.drafting",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # Loading needs the packages that read checkpoints; everything else runs without them.
-    if name in ("LoadedModel", "load"):
-        from mamba_spec_jax.models import loading
-
-        return getattr(loading, name)
-    if name in ("LoadedDrafter", "load_drafter"):
-        from mamba_spec_jax import drafting
-
-        return getattr(drafting, name)
+    if name in _LOADING:
+        return getattr(importlib.import_module(_LOADING[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

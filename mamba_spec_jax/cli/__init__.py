@@ -1,3 +1,3 @@
-"""The command line: `mamba-spec demo`, `generate`, `bench`, `plan` and `doctor`."""
+"""The command line: `mamba-spec demo`, `generate`, `check`, `bench`, `plan` and `doctor`."""
 
 from mamba_spec_jax.cli.app import main

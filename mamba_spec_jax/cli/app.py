@@ -11,6 +11,7 @@ import typer
 
 from mamba_spec_jax import __version__
 from mamba_spec_jax.cli.bench import bench
+from mamba_spec_jax.cli.check import check
 from mamba_spec_jax.cli.demo import demo
 from mamba_spec_jax.cli.doctor import doctor
 from mamba_spec_jax.cli.generate import generate
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (demo, generate, bench, plan, doctor):
+for command in (demo, generate, check, bench, plan, doctor):
     app.command()(command)
 
 _INTERRUPTED = 130

@@ -1,11 +1,9 @@
 """`mamba-spec demo`: a real hybrid model with and without speculation, the numbers beside each other."""
 
 import itertools
-import math
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -26,7 +24,7 @@ from mamba_spec_jax.cli.options import (
 )
 from mamba_spec_jax.cli.plot import require_drawable, save_plot
 from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
-from mamba_spec_jax.cli.runtime import describe, open_model
+from mamba_spec_jax.cli.runtime import describe, model_line, open_model
 from mamba_spec_jax.cli.tables import differences, histogram_table, speed_table, text_table
 from mamba_spec_jax.models.loading import LoadedModel
 from pallas_kernels.dispatch import target
@@ -56,7 +54,7 @@ def demo(
     console = Console()
     with Console(stderr=True).status("Loading the model") as status:
         loaded, tokenizer = open_model(model, dtype)
-        subtitle = f"{_model_line(loaded)}\n{_run_line(loaded, drafts, max_new_tokens)}"
+        subtitle = f"{model_line(loaded)}\n{_run_line(loaded, drafts, max_new_tokens)}"
         console.print(Text.assemble((title_of(model), "bold"), f"\n{subtitle}\n"))
         bench = Bench(loaded, tokenizer, max_new=max_new_tokens, repeats=repeats, seed=seed)
         comparisons: list[Comparison] = []
@@ -76,15 +74,6 @@ def demo(
     if plot is not None:
         save_plot(comparisons, plot, f"{title_of(model)}: {subtitle}")
         console.print(f"Picture: {plot}", highlight=False)
-
-
-def _model_line(loaded: LoadedModel) -> str:
-    config = loaded.model.config
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(loaded.params))
-    return (
-        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.recurrent_layers)} Mamba-2 and "
-        f"{len(config.attention_layers)} attention layers"
-    )
 
 
 def _run_line(loaded: LoadedModel, drafts: int | str, max_new: int) -> str:

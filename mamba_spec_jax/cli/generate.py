@@ -32,6 +32,7 @@ PromptArgument = Annotated[str | None, typer.Argument(help="What to continue; fr
 _TOP_K = "Draw from this many of the likeliest tokens."
 _TOP_P = "Draw from the likeliest tokens that have this much of the probability."
 _MIN_P = "Draw from the tokens that are this likely, compared with the likeliest."
+_CHAT = "Take the prompt for a user's message, and put it into the model's chat template."
 _DRAFTER = "What drafts: a folder or hub id of a draft head or a smaller model.  [default: prompt lookup]"
 StopOption = Annotated[
     list[str], typer.Option("--stop", help="Text that ends the output, not shown. May be given several times.")
@@ -41,6 +42,8 @@ StopOption = Annotated[
 def generate(
     prompt: PromptArgument = None,
     model: ModelOption = BUNDLED,
+    chat: Annotated[bool, typer.Option("--chat", help=_CHAT)] = False,
+    system: Annotated[str | None, typer.Option("--system", help="The system message of a --chat.")] = None,
     max_new_tokens: MaxNewOption = 128,
     min_new_tokens: Annotated[int, typer.Option("--min-new-tokens", min=0, help="Tokens before the text may end.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0, help="0: the likeliest token.")] = 0.0,
@@ -56,14 +59,17 @@ def generate(
     dtype: DtypeOption = Precision.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Write text, tokens and statistics as JSON.")] = False,
 ) -> None:
-    """Continue a prompt."""
+    """Continue a prompt, or answer a message."""
     method = _method(temperature, top_k, top_p, min_p)
     if drafter is not None and drafts == 0:
         raise ValueError("--drafter was given with --drafts 0, which drafts nothing: leave one of them out")
+    if system is not None and not chat:
+        raise ValueError("--system was given without --chat, which alone has a system message")
     text = _read_prompt(prompt)
     if not text:
         raise ValueError("the prompt is empty: give at least one character to continue")
-    loaded, tokenizer = open_model(model, dtype, mode, strategy)
+    loaded, tokenizer = open_model(model, dtype, mode, strategy, progress=None)
+    ids = loaded.chat_prompt(_messages(text, system)) if chat else tokenizer.encode(text).ids
     target, drafting = loaded.model, {}
     if drafter is not None:
         found = load_drafter(drafter, loaded, max_drafts=drafts if isinstance(drafts, int) else None)
@@ -72,7 +78,7 @@ def generate(
     events = stream(
         target,
         loaded.params,
-        [tokenizer.encode(text).ids],
+        [ids],
         tokenizer,
         stop_strings=stop,
         eos_ids=loaded.model.config.eos_token_ids,
@@ -94,6 +100,11 @@ def generate(
     if notes.is_terminal:
         line = "{new_tokens} tokens in {passes} passes, {mean_acceptance_length:.2f} a pass ({stop_reason})"
         notes.print(line.format(**report), style="dim", highlight=False)
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    user = {"role": "user", "content": text}
+    return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
 def _method(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> Method:

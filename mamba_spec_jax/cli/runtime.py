@@ -1,5 +1,6 @@
 """What every command needs before it can run a model: dtypes for the device, compiled programs kept, a loaded model."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,16 @@ def describe(device: Device) -> str:
     return f"{device.kind} (compute capability {device.capability[0]}.{device.capability[1]})"
 
 
+def model_line(loaded: LoadedModel) -> str:
+    """`granitemoehybrid, 4.20 M parameters: 5 Mamba-2 and 1 attention layers`."""
+    config = loaded.model.config
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(loaded.params))
+    return (
+        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.mamba_layers)} Mamba-2 and "
+        f"{len(config.attention_layers)} attention layers"
+    )
+
+
 def cache_directory() -> Path:
     """Where compiled programs are kept: one that jax was told already, else a folder of the user's cache."""
     config: Any = jax.config
@@ -59,14 +70,22 @@ def keep_compiled_programs() -> None:
 
 
 def open_model(
-    name: str, precision: Precision, mode: Mode = Mode.DECODE, strategy: Strategy = Strategy.SNAPSHOT
+    name: str,
+    precision: Precision,
+    mode: Mode = Mode.DECODE,
+    strategy: Strategy = Strategy.SNAPSHOT,
+    progress: bool | None = False,
 ) -> tuple[LoadedModel, Tokenizer]:
-    """Loads a model and the tokenizer that the commands cannot do without; ValueError if there is none."""
+    """Loads a model and the tokenizer that the commands cannot do without; ValueError if there is none.
+
+    `progress` is `load`'s; most commands show a line of their own meanwhile.
+    """
     loaded = load(
         name,
         policy=choose_policy(precision),
         speculative_mode=SpeculativeMode(mode.value),
         strategy=CommitStrategy(strategy.value),
+        progress=progress,
     )
     if loaded.tokenizer is None:
         raise ValueError(f"{loaded.folder} has no tokenizer.json, so text cannot be turned into its tokens")

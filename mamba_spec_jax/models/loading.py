@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.cache.memory import require_fits
+from mamba_spec_jax.models.chat import ChatTemplate, read_chat_template
 from mamba_spec_jax.models.checkpoint import CONFIGS, WeightFiles, locate, open_weights, read_json
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import family_of
@@ -39,12 +40,31 @@ class LoadedModel:
         params: the weights, for `model`'s methods.
         tokenizer: from `tokenizer.json`, None if the checkpoint has none.
         folder: where the checkpoint lies.
+        chat_template: from `chat_template.jinja` or `tokenizer_config.json`, None if the checkpoint has none.
     """
 
     model: HybridModel
     params: Any
     tokenizer: Tokenizer | None
     folder: Path
+    chat_template: ChatTemplate | None = None
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The token ids of a conversation by the checkpoint's chat template, which writes all special tokens itself.
+
+        Args:
+            messages: such as `[{"role": "user", "content": "Hello"}]`.
+            **options: as for `ChatTemplate.render`.
+
+        Raises:
+            ValueError: there is no chat template or no tokenizer, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise ValueError(f"{self.folder} has no chat template: it is not a model to chat with, give it text")
+        if self.tokenizer is None:
+            raise ValueError(f"{self.folder} has no tokenizer.json, so text cannot be turned into its tokens")
+        text = self.chat_template.render(messages, **options)
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def load(
@@ -106,7 +126,7 @@ def load(
     )
     with open_weights(folder) as files:
         params = _read_params(model, family, files, folder, (device, mesh, rules), progress)
-    return LoadedModel(model, params, _read_tokenizer(folder), folder)
+    return LoadedModel(model, params, _read_tokenizer(folder), folder, read_chat_template(folder))
 
 
 def _read_config(folder: Path) -> HFConfig:

@@ -16,7 +16,7 @@ def test_version(run):
 
 def test_help_lists_the_commands(run):
     out, _ = run("--help")
-    for command in ("demo", "generate", "bench", "plan", "doctor"):
+    for command in ("demo", "generate", "check", "bench", "plan", "doctor"):
         assert f"│ {command} " in out
 
 

@@ -10,6 +10,8 @@ from mamba_spec_jax.speculative.sampling import MinP, Sampling, TopK, TopP
 from mamba_spec_jax.speculative.stop import StopConditions
 from mamba_spec_jax.speculative.stream import generated_texts
 
+from .conftest import END
+
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PROMPT = "def f(x):\n    return x"
@@ -69,6 +71,43 @@ def test_a_drafter_by_name_changes_nothing_in_the_text(run, folder, expected):
     report = json.loads(run("generate", PROMPT, "--json", *options)[0])
     assert report["tokens"] == expected[0]
     assert report["mean_acceptance_length"] > 3
+
+
+TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.fixture
+def chatty(folder, tmp_path):
+    """The model with a template, and an end of text that messages end with too."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    settings = {"eos_token": END, "chat_template": TEMPLATE}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def test_chat_is_the_rendered_prompt(run, folder, chatty):
+    """The template's text, its special tokens read as such, goes to the model that `generate` runs."""
+    options = ("-n", 8, "--drafts", 3, "--json")
+    chat = ("--chat", "Hi <|end|>?", "--system", "Be brief.")
+    report = json.loads(run("generate", *chat, "--model", chatty, *options)[0])
+    text = f"<system>Be brief.{END}<user>Hi <|end|>?{END}<assistant>"
+    expected = json.loads(run("generate", text, "--model", folder, *options)[0])
+    assert report["prompt"] == "Hi <|end|>?"
+    assert report["tokens"] == expected["tokens"]
+    assert report["text"] == expected["text"]
+
+
+def test_chats_that_are_refused(fails, folder, chatty):
+    assert fails("generate", "--chat", "x", "--model", folder) == (
+        f"{folder} has no chat template: it is not a model to chat with, give it text"
+    )
+    assert "--system was given without --chat" in fails("generate", "x", "--system", "y", "--model", chatty)
+    (chatty / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
+    assert "tries to reach outside its sandbox and is not used: it asks for '__class__' of a str" in fails(
+        "generate", "--chat", "x", "--model", chatty
+    )
 
 
 def test_stop_strings_are_not_shown(run, folder, expected):
