@@ -1,4 +1,4 @@
-"""Kernels of a hybrid model's decode step: each op has a plain JAX reference and GPU implementations behind a function."""
+"""Kernels of a hybrid model's decode step: each op is a function over a plain JAX reference and GPU kernels."""
 
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.state_commit import state_commit

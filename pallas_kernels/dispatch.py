@@ -23,7 +23,7 @@ Implementation = Literal["xla", "triton", "mosaic_gpu"]
 OPS: dict[str, tuple[Implementation, ...]] = {
     "state_scatter": ("xla", "triton", "mosaic_gpu"),
     "state_commit": ("xla", "triton", "mosaic_gpu"),
-    "decode_attention": ("xla",),
+    "decode_attention": ("xla", "triton"),
 }
 
 # An abstract device has a name but no capability. Longer names are tried first.
