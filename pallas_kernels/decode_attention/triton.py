@@ -80,7 +80,8 @@ def plan(
     tiles = pl.cdiv(width * group, tile)
     block = min(max(16, _BLOCK_BYTES // (itemsize * padded)), _MOST_KEYS)
     wanted = min(pl.cdiv(_PROGRAMS, batch * kv_heads * tiles), _MOST_CHUNKS)
-    chunk = pl.cdiv(pl.cdiv(max_len, wanted), block) * block
+    # So long that its parts, written and read again, are a quarter of its keys and values at most.
+    chunk = pl.cdiv(max(pl.cdiv(max_len, wanted), 8 * tile), block) * block
     chunks, splits = pl.cdiv(max_len, chunk), pl.cdiv(kv_len, chunk)
     return Plan(group, width, size, padded, tile, tiles, block, chunk, chunks, splits, interpret)
 
