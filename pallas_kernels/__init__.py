@@ -1,4 +1,4 @@
-"""Kernels of a hybrid model's decode step: each op is a function over a plain JAX reference and GPU implementations."""
+"""Kernels of a hybrid model's decode step: each op is a function over a plain JAX reference and GPU kernels."""
 
 from pallas_kernels.causal_conv1d_update import ConvUpdate, causal_conv1d_update
 from pallas_kernels.decode_attention import decode_attention

@@ -49,7 +49,7 @@ def model_line(loaded: LoadedModel) -> str:
     config = loaded.model.config
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(loaded.params))
     return (
-        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.mamba_layers)} Mamba-2 and "
+        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.recurrent_layers)} Mamba-2 and "
         f"{len(config.attention_layers)} attention layers"
     )
 

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import as_int32, check_shape
-from pallas_kernels.decode_attention import reference
+from pallas_kernels.decode_attention import reference, triton
 from pallas_kernels.decode_attention.window import Window
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.entries import inside
 
 _OP = "decode_attention"
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def decode_attention(
@@ -46,7 +47,7 @@ def decode_attention(
         values: `[S, M, Hkv, Dh]`.
         slots: `[B]` int32; rows whose slot is out of range see nothing and give zeros (-1 is the padding index).
         lengths: `[B]` int32, committed positions of each row.
-        num_tokens: `[B]` int32, real tokens of each window, None for T; the columns behind them give anything.
+        num_tokens: `[B]` int32, real tokens of each window, None for T; columns behind them give anything finite.
         scale: multiplies the query, in its dtype.
         ancestors: `[B, T, offset + T]` bool, which rows of the window each token of a tree sees, itself included; the
             first `offset` of them were written by earlier passes over the same tree. None for a chain, offset 0.
@@ -72,8 +73,8 @@ def decode_attention(
     if heads % kv_heads:
         raise ValueError(f"{_OP}: query has {heads} heads, expected a multiple of the {kv_heads} of keys")
     for name, array in (("query", query), ("keys", keys), ("values", values)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{_OP}: {name} is {array.dtype}, expected a floating-point dtype")
+        if array.dtype not in _DTYPES:
+            raise ValueError(f"{_OP}: {name} is {array.dtype}, expected float32, bfloat16 or float16")
     if keys.dtype != values.dtype:
         raise ValueError(f"{_OP}: values is {values.dtype}, expected {keys.dtype} as keys")
     kv_len = max_len if kv_len is None else kv_len
@@ -82,19 +83,15 @@ def decode_attention(
     if block < 1:
         raise ValueError(f"{_OP}: block is {block}, expected at least 1")
     num_tokens = jnp.full((batch,), width, jnp.int32) if num_tokens is None else num_tokens
-    slots, lengths, num_tokens = (
-        as_int32(_OP, name, value)
-        for name, value in (("slots", slots), ("lengths", lengths), ("num_tokens", num_tokens))
-    )
+    given = {"slots": slots, "lengths": lengths, "num_tokens": num_tokens}
+    slots, lengths, num_tokens = (as_int32(_OP, name, value) for name, value in given.items())
     for name, array in (("slots", slots), ("lengths", lengths), ("num_tokens", num_tokens)):
         check_shape(_OP, name, array, (batch,))
     if ancestors is not None:
         check_shape(_OP, "ancestors", ancestors, (batch, width, "offset + T"))
         if ancestors.dtype != jnp.bool_ or ancestors.shape[2] < width:
-            raise ValueError(
-                f"{_OP}: ancestors is {ancestors.dtype}{list(ancestors.shape)}, expected bool with at least "
-                f"T = {width} columns"
-            )
+            came = f"{ancestors.dtype} with {ancestors.shape[2]} columns"
+            raise ValueError(f"{_OP}: ancestors is {came}, expected bool with at least T = {width}")
     choice = dispatch.resolve(_OP, implementation, interpret)
 
     if not query.size:
@@ -103,6 +100,8 @@ def decode_attention(
     ends = jnp.where(inside(slots, num_slots), jnp.minimum(lengths + offset + num_tokens, max_len), 0)
     window = Window(slots, lengths, ends, ancestors)
     query = query * jnp.asarray(scale, query.dtype)
+    if choice.implementation == "triton":
+        return triton.attend(query, keys, values, window, kv_len, interpret=interpret)
     # On a GPU the host would have to read a trip count that only the device knows, in every layer.
     ends_early = choice.device.platform == "cpu"
     return reference.attend(query, keys, values, window, kv_len, block, ends_early=ends_early)

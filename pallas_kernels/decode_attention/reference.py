@@ -24,7 +24,8 @@ def attend(
     B, T, Hq, Dh = query.shape
     max_len, Hkv = keys.shape[1:3]
     block = min(block, max_len)
-    grouped = query.reshape(B, T, Hkv, Hq // Hkv, Dh)
+    common = jnp.promote_types(query.dtype, keys.dtype)
+    grouped = query.reshape(B, T, Hkv, Hq // Hkv, Dh).astype(common)
     ends = window.ends[:, None]
     precision = jax.lax.Precision.HIGHEST
 
@@ -38,7 +39,9 @@ def attend(
         k = _read_rows(keys, window.slots, start, block)
         v = jnp.where(written[:, :, None, None], _read_rows(values, window.slots, start, block), 0)
         visible = written[:, None] & _may_see(position, window, T)  # [B, T, block]
-        scores = jnp.einsum("btgrd,bsgd->bgrts", grouped, k, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.einsum(
+            "btgrd,bsgd->bgrts", grouped, k.astype(common), precision=precision, preferred_element_type=jnp.float32
+        )
         scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
