@@ -8,13 +8,16 @@ from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.attention.hybrid import HybridAttnBackend
 from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
 from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs, Mamba2Weights
-from mamba_spec_jax.cache.pools import HybridCache, KVCache, MambaPool, PoolSpec
+from mamba_spec_jax.attention.recurrence import Recurrence
+from mamba_spec_jax.cache.pools import HybridCache, KVCache, MambaPool, PoolSpec, RingSpec
 from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
 from mamba_spec_jax.cache.slots import SlotAllocator, reset_slots, tracking_steps
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.memory import MemoryPlan, plan_memory
-from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, SpeculativeMode
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
+from mamba_spec_jax.models.strategy import StrategyChoice, choose_strategy
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, ReplayRing, SpeculativeMode
 from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
 from mamba_spec_jax.speculative.decode import (
     DecodeState,
@@ -75,6 +78,7 @@ __all__ = [
     "LoadedDrafter",
     "LoadedModel",
     "Mamba2",
+    "Mamba2Config",
     "Mamba2Inputs",
     "Mamba2Weights",
     "MambaPool",
@@ -86,6 +90,9 @@ __all__ = [
     "PoolSpec",
     "Progress",
     "Proposal",
+    "Recurrence",
+    "ReplayRing",
+    "RingSpec",
     "Sampling",
     "SelectedTree",
     "SlotAllocator",
@@ -93,6 +100,7 @@ __all__ = [
     "SpeculativeModel",
     "StopConditions",
     "StopReason",
+    "StrategyChoice",
     "StreamEvent",
     "TokenChoice",
     "TopK",
@@ -100,6 +108,7 @@ __all__ = [
     "TreeTopology",
     "VerifyRecord",
     "accept",
+    "choose_strategy",
     "decode_steps",
     "decode_until_finished",
     "generate",

@@ -36,6 +36,7 @@ class CommitStrategy(enum.Enum):
 
     SNAPSHOT = "snapshot"  # a state per token; the commit scatters the winner into the pool
     REPLAY = "replay"  # the inputs, in a ring behind the state; the commit counts how many hold
+    AUTO = "auto"  # whichever of them was measured to pay on this device for a batch, before anything is built
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,6 +75,7 @@ class Mamba2(Recurrence):
     inputs_type: ClassVar[type] = Mamba2Inputs
 
     def __post_init__(self):
+        super().__post_init__()
         if self.heads % self.groups:
             raise ValueError(f"Mamba2 has {self.heads} heads, expected a multiple of its {self.groups} groups")
 

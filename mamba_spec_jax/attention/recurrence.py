@@ -44,6 +44,12 @@ class Recurrence(abc.ABC):
 
     inputs_type: ClassVar[type]
 
+    def __post_init__(self):
+        if self.strategy is CommitStrategy.AUTO:
+            raise ValueError(
+                f"{type(self).__name__} got CommitStrategy.AUTO: let choose_strategy say which one that is"
+            )
+
     @property
     @abc.abstractmethod
     def conv_channels(self) -> int:

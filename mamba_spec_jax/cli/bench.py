@@ -60,13 +60,13 @@ def bench(
     repeats: RepeatsOption = 5,
     dtype: DtypeOption = Precision.AUTO,
     mode: ModeOption = Mode.DECODE,
-    strategy: StrategyOption = Strategy.SNAPSHOT,
+    strategy: StrategyOption = Strategy.AUTO,
     seed: SeedOption = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A file; stdout without it.")] = None,
 ) -> None:
     """Measure speculative against plain decoding in one run, as ratios; writes JSON."""
     with Console(stderr=True).status("Loading the model") as status:
-        loaded, tokenizer = open_model(model, dtype, mode, strategy)
+        loaded, tokenizer = open_model(model, dtype, mode, strategy, max(batch))
         runner = Bench(loaded, tokenizer, max_new=max_new_tokens, repeats=repeats, seed=seed)
         comparisons: list[Comparison] = []
         for size, heat, kind in itertools.product(batch, temperature, prompts):
@@ -80,7 +80,7 @@ def bench(
         "jaxlib": jaxlib.__version__,
         "dtype": str(loaded.model.policy.activations),
         "mode": mode.value,
-        "strategy": strategy.value,
+        "strategy": loaded.model.strategy.value,
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
         "seed": seed,

@@ -13,10 +13,12 @@ from rich.table import Table
 from mamba_spec_jax.cache.memory import device_bytes, format_bytes
 from mamba_spec_jax.cli.options import Precision
 from mamba_spec_jax.cli.runtime import cache_directory, choose_policy, describe
+from mamba_spec_jax.models.strategy import choose_strategy
 from pallas_kernels.dispatch import explain, target
 
 _PACKAGES = ("mamba-spec-jax", "jax", "jaxlib", "flax", "tokenizers", "safetensors")
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_WINDOW = 5  # tokens of a verify pass
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -25,6 +27,7 @@ def doctor() -> None:
     console = Console()
     console.print(_machine())
     console.print(_operations())
+    console.print(_strategies())
 
 
 def _machine() -> Table:
@@ -52,6 +55,16 @@ def _operations() -> Table:
         table.add_column(name)
     for choice in explain():
         table.add_row(choice.op, choice.implementation, choice.reason)
+    return table
+
+
+def _strategies() -> Table:
+    table = Table(title="Commit strategy auto", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for name in ("batch", "strategy", "why"):
+        table.add_column(name)
+    for batch in (1, 32, 256):
+        choice = choose_strategy(batch, _WINDOW)
+        table.add_row(str(batch), choice.strategy.value, choice.reason)
     return table
 
 

@@ -55,7 +55,7 @@ def generate(
     drafts: DraftsOption = "auto",
     drafter: Annotated[str | None, typer.Option("--drafter", help=_DRAFTER)] = None,
     mode: ModeOption = Mode.DECODE,
-    strategy: StrategyOption = Strategy.SNAPSHOT,
+    strategy: StrategyOption = Strategy.AUTO,
     dtype: DtypeOption = Precision.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Write text, tokens and statistics as JSON.")] = False,
 ) -> None:

@@ -33,6 +33,7 @@ class Strategy(enum.StrEnum):
 
     SNAPSHOT = CommitStrategy.SNAPSHOT.value
     REPLAY = CommitStrategy.REPLAY.value
+    AUTO = CommitStrategy.AUTO.value
 
 
 def title_of(model: str) -> str:
@@ -59,7 +60,8 @@ ModeOption = Annotated[
     Mode, typer.Option("--mode", help="Verify with the step recurrence (decode) or in the chunked form (prefill).")
 ]
 StrategyOption = Annotated[
-    Strategy, typer.Option("--strategy", help="What a verify pass keeps: a state per token, or its inputs.")
+    Strategy,
+    typer.Option("--strategy", help="What a verify pass keeps: a state per token, its inputs, or whichever pays."),
 ]
 MaxNewOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens a row generates at most.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the draws; rows count up from it.")]

@@ -32,7 +32,7 @@ def plan(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Rows at once.")] = 1,
     max_len: Annotated[int, typer.Option("--max-len", min=1, help="Tokens a row has room for.")] = 4096,
     drafts: Annotated[int, typer.Option("--drafts", "-k", min=0, help="Tokens drafted a step.")] = 8,
-    strategy: StrategyOption = Strategy.SNAPSHOT,
+    strategy: StrategyOption = Strategy.AUTO,
     dtype: DtypeOption = Precision.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Write bytes by part as JSON.")] = False,
 ) -> None:

@@ -73,18 +73,21 @@ def open_model(
     name: str,
     precision: Precision,
     mode: Mode = Mode.DECODE,
-    strategy: Strategy = Strategy.SNAPSHOT,
+    strategy: Strategy = Strategy.AUTO,
+    batch: int = 1,
     progress: bool | None = False,
 ) -> tuple[LoadedModel, Tokenizer]:
     """Loads a model and the tokenizer that the commands cannot do without; ValueError if there is none.
 
-    `progress` is `load`'s; most commands show a line of their own meanwhile.
+    `batch` is how many rows decode at once, for the strategy AUTO. `progress` is `load`'s; most commands show a line of
+    their own meanwhile.
     """
     loaded = load(
         name,
         policy=choose_policy(precision),
         speculative_mode=SpeculativeMode(mode.value),
         strategy=CommitStrategy(strategy.value),
+        batch=batch,
         progress=progress,
     )
     if loaded.tokenizer is None:

@@ -18,6 +18,7 @@ from mamba_spec_jax.cache.records import Draft, ModelOutput
 from mamba_spec_jax.cache.tree import check_parents
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.network import HybridLM, abstract_split
+from mamba_spec_jax.models.strategy import choose_strategy
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, ReplayRing, SpeculativeMode
 from pallas_kernels.dispatch import Implementation
 
@@ -51,6 +52,7 @@ class HybridModel:
         speculative_mode: SpeculativeMode = SpeculativeMode.DECODE,
         strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
         replay: ReplayRing = ReplayRing(),  # noqa: B008, frozen
+        batch: int | None = None,
         hidden_layers: tuple[int, ...] = (),
         implementation: Implementation | None = None,
     ) -> "HybridModel":
@@ -62,10 +64,15 @@ class HybridModel:
             speculative_mode: which child verifies.
             strategy: what a verify pass keeps for the commit.
             replay: how much the ring of REPLAY holds.
+            batch: rows at once, for AUTO to choose by; see `choose_strategy`.
             hidden_layers: layers whose outputs a drafter reads.
-            implementation: of the commit kernel; None lets the device decide.
+            implementation: of every kernel, "xla" or "triton"; None lets the device decide for each.
         """
         policy = policy or DTypePolicy()
+        if strategy is CommitStrategy.AUTO:
+            if batch is None:
+                raise ValueError("CommitStrategy.AUTO chooses by the batch: pass batch, how many rows decode at once")
+            strategy = choose_strategy(batch, replay.window).strategy
         _check_hidden_layers(hidden_layers, config)
 
         def child(verify: SpeculativeMode) -> HybridLinearAttnBackend:
@@ -75,7 +82,7 @@ class HybridModel:
             return HybridLinearAttnBackend(
                 num_layers=len(config.layer_types),
                 full_attn_layers=config.attention_layers,
-                full=FullAttention(scale=config.attention_scale),
+                full=FullAttention(scale=config.attention_scale, implementation=implementation),
                 linear=linear,
                 pool_spec=config.pool_spec(policy, linear),
                 linear_attn_layers=config.recurrent_layers,

@@ -24,7 +24,7 @@ from mamba_spec_jax.models.families.base import Family, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.placement import Rules, place_all, share
-from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ReplayRing, SpeculativeMode
 from pallas_kernels.dispatch import Implementation
 
 _LISTED = 4  # names of each kind that a message spells out
@@ -73,6 +73,8 @@ def load(
     policy: DTypePolicy | None = None,
     speculative_mode: SpeculativeMode = SpeculativeMode.DECODE,
     strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
+    replay: ReplayRing = ReplayRing(),  # noqa: B008, frozen
+    batch: int | None = None,
     hidden_layers: tuple[int, ...] = (),
     implementation: Implementation | None = None,
     device: Any = None,
@@ -92,7 +94,7 @@ def load(
     Args:
         name_or_folder: a folder, or a hub id such as `ibm-granite/granite-4.0-h-350m`.
         policy: dtypes; None is all float32.
-        speculative_mode, strategy, hidden_layers, implementation: as for `HybridModel.create`.
+        speculative_mode, strategy, replay, batch, hidden_layers, implementation: as for `HybridModel.create`.
         device: a jax device or sharding for the weights; None is the default device.
         mesh: devices that share the weights instead, with Auto axes.
         rules: for a mesh, pairs of a regular expression and a `PartitionSpec`: the first whose expression occurs in a
@@ -121,6 +123,8 @@ def load(
         policy,
         speculative_mode=speculative_mode,
         strategy=strategy,
+        replay=replay,
+        batch=batch,
         hidden_layers=hidden_layers,
         implementation=implementation,
     )

@@ -10,6 +10,7 @@ import jax
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.network import abstract_split
+from mamba_spec_jax.models.strategy import choose_strategy
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ReplayRing
 
 
@@ -52,6 +53,8 @@ def plan_memory(
     for name, value in (("batch", batch), ("max_len", max_len), ("num_tokens", num_tokens)):
         if value < 1:
             raise ValueError(f"plan_memory got {name}={value}, expected at least 1")
+    if strategy is CommitStrategy.AUTO:
+        strategy = choose_strategy(batch, num_tokens).strategy
     policy = policy or DTypePolicy()
     spec = config.pool_spec(policy, config.recurrent.backend(strategy=strategy, replay=replay))
     L, rows = spec.recurrent_layers, batch * num_tokens

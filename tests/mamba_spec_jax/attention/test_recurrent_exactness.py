@@ -44,7 +44,7 @@ CASES = {
 }
 SNAPSHOT, REPLAY = CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY
 EXACT = [
-    *((strategy, case) for strategy in CommitStrategy for case in ("float32", "bfloat16", "float16")),
+    *((strategy, case) for strategy in (SNAPSHOT, REPLAY) for case in ("float32", "bfloat16", "float16")),
     (REPLAY, "mixed"),
     (SNAPSHOT, "groups"),
 ]
@@ -129,7 +129,7 @@ def test_every_accept_length_equals_decoding(strategy, case):
 
 
 @pytest.mark.parametrize("case", ["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", list(CommitStrategy))
+@pytest.mark.parametrize("strategy", [SNAPSHOT, REPLAY])
 def test_many_steps_with_zero_draft_and_padding_rows(strategy, case):
     """Rows move about the batch, some without drafts next to others that accept many, some padding or stuck."""
     scene = make_scene(case)
@@ -170,7 +170,7 @@ def test_many_steps_with_zero_draft_and_padding_rows(strategy, case):
 
 
 @pytest.mark.parametrize("case", ["float32", "float16"])
-@pytest.mark.parametrize("strategy", list(CommitStrategy))
+@pytest.mark.parametrize("strategy", [SNAPSHOT, REPLAY])
 def test_tracked_slots_receive_the_state_at_their_node(strategy, case):
     scene = make_scene(case)
     backend = make_backend(strategy, **CASES[case])

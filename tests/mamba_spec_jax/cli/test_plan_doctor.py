@@ -13,7 +13,7 @@ from mamba_spec_jax.models.families import config_from_hf
 from pallas_kernels.dispatch import Device, explain
 
 
-@pytest.mark.parametrize("strategy", list(CommitStrategy))
+@pytest.mark.parametrize("strategy", [CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY])
 def test_plan_is_plan_memory(run, folder, strategy):
     config = config_from_hf(json.loads((folder / "config.json").read_text()))
     expected = plan_memory(config, 3, 100, 5, strategy, DTypePolicy.bfloat16())
