@@ -61,7 +61,7 @@ ModeOption = Annotated[
 ]
 StrategyOption = Annotated[
     Strategy,
-    typer.Option("--strategy", help="What a verify pass keeps: a state per token, its inputs, or whichever pays."),
+    typer.Option("--strategy", help="What a verify pass keeps: a state per token, its inputs, or what pays."),
 ]
 MaxNewOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens a row generates at most.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the draws; rows count up from it.")]
