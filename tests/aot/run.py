@@ -12,10 +12,12 @@ import sys
 from tests.aot.cases import CASES_EACH, IMPLEMENTATIONS, broken_promises, cases
 from tests.aot.inspect import compile_for
 from tests.aot.targets import TARGETS
+from tests.aot.whole_step import broken_steps
 
 _HEADINGS = ("target", "implementation", "case", "launches", "copies", "temp", "registers", "spills", "loads", "stores")
 _WIDTHS = (7, 15, 42, 9, 7, 10, 10, 7, 20, 12)
 _ONE = "--one"
+WHOLE_STEPS = ("sm_90",)
 
 
 def main(arguments: list[str]) -> int:
@@ -66,6 +68,9 @@ def _check(name: str) -> int:
     if count != len(IMPLEMENTATIONS[name]) * CASES_EACH:
         print(f"        BROKEN: {count} cases compiled for {name}", flush=True)
         return 1
+    for step, found in broken_steps(TARGETS[name]) if name in WHOLE_STEPS else ():
+        print(f"{name:7} {step}: {'; '.join(found) or 'nothing is copied'}", flush=True)
+        broken += bool(found)
     return 1 if broken else 0
 
 
