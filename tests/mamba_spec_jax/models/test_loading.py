@@ -197,6 +197,7 @@ def test_a_hub_id_downloads_json_and_safetensors_only(folder, reference, monkeyp
     [
         (CONFIG | {"quantization_config": {"quant_method": "fp8"}}, r"is quantized \(fp8\)"),
         (CONFIG | {"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        (CONFIG | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
 )
 def test_what_is_refused_is_not_downloaded(tmp_path, monkeypatch, config, message):
