@@ -112,9 +112,7 @@ def load(
     found: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     _read_config(locate(name_or_folder, files=CONFIGS, **found))  # or gigabytes are downloaded of what is refused then
     folder = locate(name_or_folder, **found)
-    hf = _read_config(folder)
-    family = family_of(hf)
-    config = _with_generation_config(family.read_config(hf), folder)
+    family, config = _read_config(folder)
     if time_step_limit is not None:
         recurrent = dataclasses.replace(config.recurrent, time_step_limit=time_step_limit)
         config = dataclasses.replace(config, recurrent=recurrent)
@@ -133,10 +131,10 @@ def load(
     return LoadedModel(model, params, _read_tokenizer(folder), folder, read_chat_template(folder))
 
 
-def _read_config(folder: Path) -> HFConfig:
-    """`config.json`, of a family that is known and not quantized."""
+def _read_config(folder: Path) -> tuple[Family, HybridConfig]:
+    """What the JSON files say; ValueError if it is nothing that can be run."""
     hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
-    family_of(hf)
+    family = family_of(hf)
     quantized = hf.nested("quantization_config")
     separate = folder / "hf_quant_config.json"
     if not quantized.values and separate.exists():
@@ -146,7 +144,7 @@ def _read_config(folder: Path) -> HFConfig:
         raise ValueError(
             f"{folder} is quantized ({', '.join(names)}), expected a checkpoint of plain floating-point weights"
         )
-    return hf
+    return family, _with_generation_config(family.read_config(hf), folder)
 
 
 def _with_generation_config(config: HybridConfig, folder: Path) -> HybridConfig:
@@ -190,18 +188,21 @@ def _read_params(
     with _progress_bar(progress) as bar:
         task = bar.add_task("Loading weights", total=sum(sizes.values()))
         for weight in weights:
-            path, dtype = weight.path, leaves[weight.path].dtype
+            path = weight.path
             if weight.copy_of is None:
-                value = _cast(_read(weight, files, stored, shapes[path]), dtype, weight.name)
+                value = _read(weight, files, stored, leaves[path])
                 loaded[path] = jax.block_until_ready(jax.device_put(value, places[path]))
+                del value
                 bar.advance(task, sizes[path])
             elif weight.name in stored:
                 _check_copy(weight, files.read(stored[weight.name]), files.read(stored[weight.copy_of]), folder)
     return nnx.from_flat_state([(path, leaf.replace(loaded[".".join(map(str, path))])) for path, leaf in abstract])
 
 
-def _read(weight: Weight, files: WeightFiles, stored: Mapping[str, str], shape: tuple[int, ...]) -> np.ndarray:
-    return weight.to_parameter([files.read(stored[name]) for name in weight.sources(stored)], shape)
+def _read(weight: Weight, files: WeightFiles, stored: Mapping[str, str], leaf: Any) -> np.ndarray:
+    """A parameter of the shape and dtype of `leaf`, on the host."""
+    sources = [files.read(stored[name]) for name in weight.sources(stored)]
+    return _cast(weight.to_parameter(sources, leaf.shape), leaf.dtype, weight.name)
 
 
 def _progress_bar(wanted: bool | None) -> Progress:

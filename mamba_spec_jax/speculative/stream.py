@@ -50,7 +50,7 @@ def stream(
 
     Args:
         model, params, prompts, drafter, drafter_params, depth, method, chunk_steps, **requests: as for `generate`.
-        tokenizer: the model's, with a byte-level decoder.
+        tokenizer: the model's, with a decoder that `token_bytes` can read.
         stop_strings: text that ends a row; see `text_stops`.
         eos_ids: tokens that end a row.
 
@@ -88,7 +88,7 @@ def generated_texts(
 
     Args:
         generation: from `generate`.
-        tokenizer: the model's, with a byte-level decoder.
+        tokenizer: the model's, with a decoder that `token_bytes` can read.
         stop_strings: those the generation ran with.
     """
     table = _visible_bytes(tokenizer)
@@ -105,7 +105,7 @@ def text_stops(
     """Stop conditions that agree with the text `stream` and `generated_texts` show.
 
     Args:
-        tokenizer: the model's, with a byte-level decoder.
+        tokenizer: the model's, with a decoder that `token_bytes` can read.
         vocab_size: V of the model.
         eos_ids: tokens that end a row.
         stop_strings: text that ends a row. One that spells a special token makes that token end the row too, since

@@ -1,20 +1,26 @@
 """From token ids to bytes, and stop strings in them: the host's side of stopping and streaming."""
 
+import functools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import tokenizers
 
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
 
 def token_bytes(
     tokenizer: "tokenizers.Tokenizer", vocab_size: int | None = None, *, skip_special_tokens: bool = False
 ) -> list[bytes]:
-    """The bytes each token id adds to the text, exactly as the tokenizer's byte-level decoder gives them.
+    """The bytes each token id adds to the text, exactly as the tokenizer's decoder gives them inside a text.
 
     Args:
-        tokenizer: one whose decoder is `ByteLevel`: there alone a token's bytes do not depend on its neighbours.
+        tokenizer: one whose decoder is `ByteLevel`, or that of SentencePiece's models with bytes to fall back on: there
+            alone a token's bytes do not depend on its neighbours. (The latter's decoder leaves out a space at the
+            beginning of a text, which may be that of a word which continues a prompt; here it stays.)
         vocab_size: entries of the table, for models whose embedding is padded; ids without a token add nothing.
             By default up to the highest id.
         skip_special_tokens: whether special tokens add nothing, as `Tokenizer.decode` has it by default, or their text.
@@ -22,13 +28,7 @@ def token_bytes(
     Raises:
         ValueError: for another decoder, or an id that `vocab_size` has no room for.
     """
-    decoder = json.loads(tokenizer.to_str())["decoder"]
-    names = _decoder_names(decoder)
-    if [name for name in names if name != "Fuse"] != ["ByteLevel"]:
-        raise ValueError(
-            f"the tokenizer's decoder is {' + '.join(names) or None}, expected ByteLevel: with any other, a token's "
-            "bytes depend on its neighbours or cannot be known; build the table yourself, one bytes object per token id"
-        )
+    decode = _token_decoder(_decoder_members(json.loads(tokenizer.to_str())["decoder"]))
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     needed = max(vocabulary.values(), default=-1) + 1
     size = needed if vocab_size is None else vocab_size
@@ -38,7 +38,7 @@ def token_bytes(
         )
     table = [b""] * size
     for token, token_id in vocabulary.items():
-        table[token_id] = _decode_byte_level(token)
+        table[token_id] = decode(token)
     if skip_special_tokens:
         for token_id, added in tokenizer.get_added_tokens_decoder().items():
             if added.special:
@@ -79,12 +79,38 @@ def held_back(text: bytes, stop_strings: Sequence[str | bytes]) -> int:
     )
 
 
-def _decoder_names(decoder: dict | None) -> list[str]:
+def _decoder_members(decoder: dict | None) -> list[dict]:
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":
-        return [name for member in decoder["decoders"] for name in _decoder_names(member)]
-    return [decoder["type"]]
+        return [found for member in decoder["decoders"] for found in _decoder_members(member)]
+    return [decoder]
+
+
+def _token_decoder(members: list[dict]) -> Callable[[str], bytes]:
+    """From one token's name to its bytes."""
+    names = [member["type"] for member in members]
+    if [name for name in names if name != "Fuse"] == ["ByteLevel"]:
+        return _decode_byte_level
+    texts = [member["pattern"].get("String") for member in members if member["type"] == "Replace"]
+    rest = [name for name in names if name != "Replace"]
+    if rest[:2] == ["ByteFallback", "Fuse"] and rest[2:] in ([], ["Strip"]) and None not in texts:
+        contents = [member["content"] for member in members if member["type"] == "Replace"]
+        return functools.partial(_decode_piece, list(zip(texts, contents, strict=True)))
+    raise ValueError(
+        f"the tokenizer's decoder is {' + '.join(names) or None}, expected ByteLevel, or Replace + ByteFallback + Fuse "
+        "+ Strip: with any other, a token's bytes depend on its neighbours or cannot be known; build the table "
+        "yourself, one bytes object per token id"
+    )
+
+
+def _decode_piece(replaced: list[tuple[str, str]], token: str) -> bytes:
+    """A SentencePiece token: a byte, spelled `<0x0A>`, or text in which spaces are spelled otherwise."""
+    if _BYTE.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    for spelled, text in replaced:
+        token = token.replace(spelled, text)
+    return token.encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
 def run(capsys, monkeypatch):
     """Runs the program; gives what it wrote to stdout and stderr."""
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)  # which would make a terminal of stderr
 
     def run_main(*arguments, code=0):
         with pytest.raises(SystemExit) as exit:

@@ -24,6 +24,9 @@ from tests.mamba_spec_jax.models.loading_memory import can_measure, measure, wri
 
 WEIGHTS = random_weights(CONFIG)
 TIED = CONFIG | {"tie_word_embeddings": True}
+NUMBERS = [key for key, value in CONFIG.items() if isinstance(value, int)] + [
+    "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "rms_norm_eps",
+]  # fmt: skip
 EXPERTS = "model.layers.0.block_sparse_moe.experts.gate_up_proj"
 
 
@@ -141,7 +144,8 @@ def test_tokenizer(folder, reference):
     refused(folder, r"tokenizer\.json is not a tokenizer: ")
 
 
-def test_progress_bar(folder, capsys):
+def test_progress_bar(folder, capsys, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     load(folder)
     assert capsys.readouterr() == ("", "")  # no terminal
     load(folder, progress=True)
@@ -193,6 +197,7 @@ def test_a_hub_id_downloads_json_and_safetensors_only(folder, reference, monkeyp
     [
         (CONFIG | {"quantization_config": {"quant_method": "fp8"}}, r"is quantized \(fp8\)"),
         (CONFIG | {"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        (CONFIG | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
 )
 def test_what_is_refused_is_not_downloaded(tmp_path, monkeypatch, config, message):
@@ -347,6 +352,12 @@ def test_config_file(folder):
     refused(folder, r"config\.json is not JSON: ")
     path.unlink()
     refused(folder, r"model has no config\.json")
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, "eos_token_id"])
+def test_numbers_that_are_none(tmp_path, key):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {key: float("nan")}))
+    refused(tmp_path, rf"config\.json: {key} is nan, expected ")
 
 
 def test_more_experts_a_token_than_there_are(tmp_path):

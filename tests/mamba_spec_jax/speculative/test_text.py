@@ -1,11 +1,13 @@
 """Bytes of tokens against the tokenizer's own decoder; stop strings in text that arrives piece by piece."""
 
+import json
+
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mamba_spec_jax.speculative.text import cut_at_stop, held_back, token_bytes
 
@@ -48,6 +50,37 @@ def test_padded_vocabulary_and_sequence_decoder(tokenizer):
     assert token_bytes(wrapped) == expected
 
 
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """As SentencePiece's models are converted: spaces spelled as ▁, one before each text, and a byte for each else."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(["▁the▁cat,▁the▁hat▁def▁f(x):▁return▁x\n" * 20], trainer)
+    plain = json.loads(tokenizer.to_str())
+    plain["added_tokens"] = [token for token in plain["added_tokens"] if not token["content"].startswith("<0x")]
+    return tokenizers.Tokenizer.from_str(json.dumps(plain))
+
+
+def test_bytes_of_sentencepiece_tokens(sentencepiece):
+    table = token_bytes(sentencepiece)
+    assert len(set(table)) > 256 + 20
+    for text in ("the cat", "", " the", ENGLISH_AND_MORE, "a\n\nb"):
+        ids = sentencepiece.encode(text).ids
+        decoded = b"".join(table[token] for token in ids).decode()
+        assert decoded == (f" {text}" if text else "")
+        assert decoded.removeprefix(" ") == sentencepiece.decode(ids)
+    rng = np.random.default_rng(0)
+    words = [token for token, spelled in enumerate(table) if len(spelled) > 1]
+    for ids in rng.choice(words, (100, 8)).tolist():
+        text = b"".join(table[token] for token in ids).decode()
+        assert text.removeprefix(" ") == sentencepiece.decode(ids, skip_special_tokens=False)
+
+
 def test_undeterminable_tokenizers_are_refused(tokenizer):
     other = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     other.decoder = decoders.Metaspace()
@@ -55,6 +88,9 @@ def test_undeterminable_tokenizers_are_refused(tokenizer):
         token_bytes(other)
     other.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     with pytest.raises(ValueError, match=r"decoder is ByteLevel \+ Strip, expected ByteLevel"):
+        token_bytes(other)
+    other.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Strip(" ", 1, 0), decoders.Fuse()])
+    with pytest.raises(ValueError, match=r"decoder is ByteFallback \+ Strip \+ Fuse, expected ByteLevel, or Replace"):
         token_bytes(other)
     with pytest.raises(ValueError, match="decoder is None, expected ByteLevel"):
         token_bytes(tokenizers.Tokenizer(models.BPE()))
