@@ -48,7 +48,8 @@ def launch(
         out_specs=[anywhere] * (len(filled) + len(updated)),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in filled + updated],
         input_output_aliases={len(read) + i: len(filled) + i for i in range(len(updated))},
-        compiler_params=triton.CompilerParams(num_warps=num_warps),
+        # One stage: latency is hidden by other programs, and copies in flight would take their registers.
+        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
     )(*read, *updated)
     return (

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_parents, check_shape
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.ring import Ring, rows_of
+from pallas_kernels.ring import Ring
 from pallas_kernels.selective_state_update import arguments, reference, triton, triton_chunk
 from pallas_kernels.selective_state_update.arguments import Form, StateUpdate
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
@@ -162,9 +162,10 @@ def fold_history(
     arguments.check_ring(_OP, state, ring)
     arguments.check_heads(_OP, state.shape[2], A=A)
     arguments.check_row_values(_OP, slots.size, slots=slots)
-    num_tokens = rows_of(ring.counts, slots) if num_tokens is None else num_tokens
     to_slots = slots if to_slots is None else to_slots
-    arguments.check_row_values(_OP, slots.size, num_tokens=num_tokens, to_slots=to_slots)
+    arguments.check_row_values(_OP, slots.size, to_slots=to_slots)
+    if num_tokens is not None:
+        arguments.check_row_values(_OP, slots.size, num_tokens=num_tokens)
     options: dict[str, Any] = {"layer": layer, "slots": slots, "to_slots": to_slots, "num_tokens": num_tokens}
     choice = dispatch.resolve(_OP, implementation, interpret)
     if slots.size == 0:

@@ -14,7 +14,6 @@ from pallas_kernels.selective_state_update.recurrence import SSMInputs
 from pallas_kernels.tree import ancestor_mask
 
 _ROWS = 32  # of P a program: fewer would read B and C too often, more would need more registers than there are
-_ELEMENTS_A_WARP = 1024  # 32 numbers of the state a thread
 
 
 class Reads(NamedTuple):
@@ -28,7 +27,7 @@ class Reads(NamedTuple):
         state, ring: the pool and the ring's inputs, where the pass does not write them.
         starts, counts: `[S]`, the ring's.
         fold: `[B]`.
-        num_tokens, to_slots: `[B]`, of a fold without a window.
+        num_tokens, to_slots: `[B]`, of a fold without a window; num_tokens None is the counts.
         visible: `[B, T, T]` int32, of a tree: whether a node (axis 2) is on the path to another (axis 1).
     """
 
@@ -56,21 +55,24 @@ class Buffers(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How a state is cut: `rows` of P and `cols` of N a program, powers of two that may reach past the state."""
+    """How a state is cut: `rows` of P and `cols` of N at once, powers of two that may reach past the state."""
 
     rows: int
     cols: int
+    num_warps: int
 
     @classmethod
-    def of(cls, head_dim: int, state: int, least: int = 1) -> "Blocks":
-        """Blocks of states `[P, N]`, `least` a side at least."""
-        rows, cols = min(_ROWS, pl.next_power_of_2(head_dim)), pl.next_power_of_2(state)
-        return cls(max(least, rows), max(least, cols))
+    def of(cls, head_dim: int, state: int, *, least: int, most: int | None, numbers: int) -> "Blocks":
+        """Blocks of states `[P, N]`.
 
-    @property
-    def num_warps(self) -> int:
-        """Warps of a program."""
-        return max(1, self.rows * self.cols // _ELEMENTS_A_WARP)
+        Args:
+            least: rows and columns at least.
+            most: columns at most, or None.
+            numbers: of the state that a thread holds at once.
+        """
+        rows, cols = min(_ROWS, pl.next_power_of_2(head_dim)), pl.next_power_of_2(state)
+        rows, cols = max(least, rows), max(least, cols if most is None else min(most, cols))
+        return cls(rows, cols, max(1, rows * cols // (32 * numbers)))
 
 
 Kernel = Callable[[Reads, Any, Buffers], None]
@@ -119,13 +121,12 @@ def launch_fold(
     layer: int,
     slots: jax.Array,
     to_slots: jax.Array,
-    num_tokens: jax.Array,
+    num_tokens: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
     """Runs `kernel(reads, None, buffers)` on histories alone; arguments as the reference's."""
-    reads = Reads(
-        _array(layer), slots, A, ring=ring.inputs, starts=ring.starts, num_tokens=num_tokens, to_slots=to_slots
-    )
+    reads = Reads(_array(layer), slots, A, ring=ring.inputs, starts=ring.starts, counts=ring.counts)
+    reads = reads._replace(num_tokens=num_tokens, to_slots=to_slots)
     return _launch(kernel, blocks, reads, None, Buffers(state), state, interpret)[1].state
 
 

@@ -55,10 +55,11 @@ def fold_history(
     layer: int,
     slots: jax.Array,
     to_slots: jax.Array,
-    num_tokens: jax.Array,
+    num_tokens: jax.Array | None,
     form: Form,
 ) -> jax.Array:
-    """The pool with the states after the first `num_tokens[b]` inputs of each row's ring."""
+    """The pool with the states after the first `num_tokens[b]` inputs of each row's ring; its counts by default."""
+    num_tokens = rows_of(ring.counts, slots) if num_tokens is None else num_tokens
     h = _fold(form, read_states(state, layer, slots), history(ring, layer, slots), A, num_tokens)
     return write_states(state, layer, jnp.where(inside(slots, state.shape[1]), to_slots, -1), h)
 

@@ -71,6 +71,10 @@ class Tile(NamedTuple):
             leads=(part == 0) & (lax.rem(head, jnp.int32(H // groups)) == 0),
         )
 
+    def columns(self, part: jax.Array) -> "Tile":
+        """The tile a number of its widths further along N."""
+        return self._replace(n=part * self.n.size + self.n)
+
     def history(self, reads: Reads, length: int) -> History:
         """The row's history; empty where the row has no slot."""
         count = reads.counts[self.slot] if reads.num_tokens is None else reads.num_tokens[self.row]
@@ -103,7 +107,7 @@ class Tile(NamedTuple):
     @property
     def n_mask(self) -> jax.Array | None:
         """Which columns exist; None where all do."""
-        return None if self.state == self.n.size else self.n < self.state
+        return None if self.state % self.n.size == 0 else self.n < self.state
 
     @property
     def pn_mask(self) -> jax.Array | None:

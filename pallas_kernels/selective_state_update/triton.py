@@ -50,7 +50,7 @@ def update(
 ) -> StateUpdate:
     """A chain or a tree; arguments as the reference's, and `interpret`."""
     _, T, G, _ = inputs.B.shape
-    blocks = Blocks.of(*state.shape[3:])
+    blocks = _blocks(state)
 
     def selective_state_update_kernel(reads, y_ref, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, G)
@@ -94,7 +94,7 @@ def update(
 
 def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> jax.Array:
     """Arguments as the reference's, and `interpret`."""
-    blocks = Blocks.of(*state.shape[3:])
+    blocks = _blocks(state)
 
     def fold_history_kernel(reads, _, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, ring.inputs["B"].shape[3])
@@ -104,6 +104,11 @@ def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> 
         tile.store_state(buffers.state, to_slot, h, where=tile.exists & inside(to_slot, state.shape[1]))
 
     return launch_fold(fold_history_kernel, blocks, state, ring, A, **options)
+
+
+def _blocks(state: jax.Array) -> Blocks:
+    _, _, _, P, N = state.shape
+    return Blocks.of(P, N, least=1, most=None, numbers=32)
 
 
 def _state_step(h: jax.Array, token: Token, A: jax.Array) -> jax.Array:

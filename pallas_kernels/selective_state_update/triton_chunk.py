@@ -1,11 +1,12 @@
 """The chunked form as one Triton kernel, for sm_80 and later: a window, chain or tree, from one read of the state.
 
-Grid, blocks, and what is moved are the step form's (`triton.py`), with tree masks besides; snapshots cost a product a
-token. The sums over tokens and over N are matrix products on tensor cores, whose sides are at least 16: a window is
-padded to a power of two with tokens that nobody sees, and a history is taken 16 tokens at a time. Precision: products
-of float32 numbers in bfloat16 pieces, six partial products each, which leave errors of float32's size; the state is
-rounded only where it is stored. Decays between two tokens are summed over the tokens between them, all of one sign, so
-that nothing cancels.
+Grid `(P / 32, H, B)`, as the step form's (`triton.py`): a program takes 32 rows of one head's state, 32 columns at a
+time, 16 numbers a thread. Bytes moved are the step form's too, with a tree's masks besides; x and dt of the history are
+read from L1 again for each stretch of columns. The sums over tokens and over N are products on tensor cores, whose sides
+are at least 16: a window is padded to a power of two with tokens that nobody sees, and a history is taken 16 tokens at
+a time. Precision: products of float32 numbers in bfloat16 pieces that leave errors of float32's size; the state is
+rounded only where it is stored. The decay between two tokens is summed over the tokens between them, all of one sign,
+so that nothing cancels.
 """
 
 import functools
@@ -25,6 +26,7 @@ from pallas_kernels.selective_state_update.operands import Blocks, launch_fold, 
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
 from pallas_kernels.selective_state_update.tile import History, Tile
 
+_COLUMNS = 32  # of N at once, so that the state and its pieces fit into registers
 _PIECES = 3  # bfloat16 numbers that hold the digits of a float32 one
 _SIDE = 16  # the least side of a product, and the tokens of a history taken at once
 
@@ -33,14 +35,33 @@ class Tokens(NamedTuple):
     """Tokens as a tile sees them, in the dtypes they are stored in, all zero where none exists.
 
     Attributes:
-        x: `[rows, tokens]`; dt: `[tokens]`; B: `[tokens, cols]`.
+        x: `[rows, tokens]`; dt: `[tokens]`.
+        at: where they are in arrays `[..., tokens, H or G, ...]`, the last of it `[tokens]`.
         exist: `[tokens]`.
     """
 
     x: jax.Array
     dt: jax.Array
-    B: jax.Array
+    at: tuple[jax.Array, ...]
     exist: jax.Array
+
+    @classmethod
+    def of(cls, tile: Tile, refs: dict[str, Any], at: tuple[jax.Array, ...], exist: jax.Array) -> "Tokens":
+        """Tokens read from refs of x and dt."""
+        *where, tokens = at
+        x_at = refs["x"].at[(*where, tokens[None, :], tile.head, tile.p[:, None])]
+        return cls(
+            x=triton.load(x_at, mask=_grid(tile.p_mask, exist), other=0),
+            dt=triton.load(refs["dt"].at[(*at, tile.head)], mask=exist, other=0),
+            at=at,
+            exist=exist,
+        )
+
+    def load(self, tile: Tile, ref: Any) -> jax.Array:
+        """The tile's columns of B or C, `[tokens, cols]`."""
+        *where, tokens = self.at
+        at = ref.at[(*where, tokens[:, None], tile.group, tile.n[None, :])]
+        return triton.load(at, mask=_grid(self.exist, tile.n_mask), other=0)
 
     @property
     def weighted(self) -> jax.Array:
@@ -60,47 +81,50 @@ def update(
 ) -> StateUpdate:
     """A chain or a tree; arguments as the reference's, and `interpret`."""
     _, T, G, _ = inputs.B.shape
-    blocks = Blocks.of(state.shape[3], state.shape[4], least=_SIDE)
+    blocks = _blocks(state)
     padded = max(_SIDE, pl.next_power_of_2(T))
 
     def selective_state_update_chunk_kernel(reads, y_ref, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, G)
         A, D = reads.A[tile.head], reads.D[tile.head]
         t = jnp.arange(padded, dtype=jnp.int32)
-        tokens = _read(tile, reads.inputs._asdict(), (tile.row, t), t < T)
-        C = _load(reads.inputs.C, (tile.row, t), tile.group, tile.n, _grid(t < T, tile.n_mask))  # [tokens, cols]
-
-        h = tile.load_state(reads.state if buffers.state is None else buffers.state)
+        window = Tokens.of(tile, reads.inputs._asdict(), (tile.row, t), t < T)
+        history = None
         if buffers.ring is not None:
             history = tile.history(reads, buffers.ring["x"].shape[2])
-            h = _replay(tile, history, buffers.ring, A, h)
-            tile.store_state(buffers.state, tile.slot, h, where=tile.exists & reads.fold[tile.row])
             # Lanes without a token point past the ring, where no interpreter takes them for tokens of an earlier lap.
-            entries = jnp.where(t < T, history.entry(history.size + t), history.length)
-            _keep(tile, buffers.ring, entries, tokens)
+            entries = jnp.where(window.exist, history.entry(history.size + t), history.length)
+            _keep_x_and_dt(tile, buffers.ring, entries, window)
+        decay, since_start = _decays(_visible(tile, reads.visible, t, T), window.dt * A)
 
-        if reads.visible is None:
-            visible = (t[:, None] <= t[None, :]).astype(jnp.float32)
-        else:
-            at = reads.visible.at[tile.row, t[None, :], t[:, None]]
-            visible = triton.load(at, mask=_grid(t < T, t < T), other=0).astype(jnp.float32)
-        decay, since_start = _decays(visible, tokens.dt * A)
-
-        scores = _dot(tokens.B, C.T) * decay
-        y = since_start[None, :] * _dot(h, C.T) + _dot(tokens.weighted, scores) + D * tokens.x.astype(jnp.float32)
-        at = y_ref.at[tile.row, t[None, :], tile.head, tile.p[:, None]]
-        triton.store(at, y.astype(y_ref.dtype), mask=_grid(tile.p_mask, t < T))
-
-        def state_after(step):
+        def state_after(step, h, B):
             here = t == step
             weights = jnp.sum(jnp.where(here[None, :], decay, 0), axis=1)
             kept = jnp.sum(jnp.where(here, since_start, 0))
-            return kept * h + _gained(tokens, weights)
+            return kept * h + _gained(window, weights, B)
 
-        if buffers.snapshots is not None:
-            lax.fori_loop(0, T, lambda i, _: tile.store_snapshot(buffers.snapshots, i, state_after(i)), None)
-        if writes_state:
-            tile.store_state(buffers.state, tile.slot, state_after(T - 1), where=tile.exists)
+        def take_columns(part, sums):
+            carried, scores = sums
+            columns = tile.columns(part)
+            B, C = window.load(columns, reads.inputs.B), window.load(columns, reads.inputs.C)
+            h = columns.load_state(reads.state if buffers.state is None else buffers.state)
+            if history is not None:
+                h = _replay(columns, history, buffers.ring, A, h)
+                columns.store_state(buffers.state, tile.slot, h, where=tile.exists & reads.fold[tile.row])
+                _keep_B(columns, buffers.ring, entries, window, B)
+            if buffers.snapshots is not None:
+                lax.fori_loop(
+                    0, T, lambda i, _: columns.store_snapshot(buffers.snapshots, i, state_after(i, h, B)), None
+                )
+            if writes_state:
+                columns.store_state(buffers.state, tile.slot, state_after(T - 1, h, B), where=tile.exists)
+            return carried + _dot(h, C.T), scores + _dot(B, C.T)
+
+        zeros = jnp.zeros((blocks.rows, padded), jnp.float32), jnp.zeros((padded, padded), jnp.float32)
+        carried, scores = lax.fori_loop(0, pl.cdiv(tile.state, blocks.cols), take_columns, zeros)
+        y = since_start[None, :] * carried + _dot(window.weighted, scores * decay) + D * window.x.astype(jnp.float32)
+        at = y_ref.at[tile.row, t[None, :], tile.head, tile.p[:, None]]
+        triton.store(at, y.astype(y_ref.dtype), mask=_grid(tile.p_mask, window.exist))
 
     return launch_update(
         selective_state_update_chunk_kernel,
@@ -117,16 +141,25 @@ def update(
 
 def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> jax.Array:
     """Arguments as the reference's, and `interpret`."""
-    blocks = Blocks.of(state.shape[3], state.shape[4], least=_SIDE)
+    blocks = _blocks(state)
 
     def fold_history_chunk_kernel(reads, _, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, ring.inputs["B"].shape[3])
-        history = tile.history(reads, ring.length)
-        h = _replay(tile, history, reads.ring, reads.A[tile.head], tile.load_state(buffers.state))
-        to_slot = reads.to_slots[tile.row]
-        tile.store_state(buffers.state, to_slot, h, where=tile.exists & inside(to_slot, state.shape[1]))
+        history, A, to_slot = tile.history(reads, ring.length), reads.A[tile.head], reads.to_slots[tile.row]
+
+        def take_columns(part, _):
+            columns = tile.columns(part)
+            h = _replay(columns, history, reads.ring, A, columns.load_state(buffers.state))
+            columns.store_state(buffers.state, to_slot, h, where=tile.exists & inside(to_slot, state.shape[1]))
+
+        lax.fori_loop(0, pl.cdiv(tile.state, blocks.cols), take_columns, None)
 
     return launch_fold(fold_history_chunk_kernel, blocks, state, ring, A, **options)
+
+
+def _blocks(state: jax.Array) -> Blocks:
+    _, _, _, P, N = state.shape
+    return Blocks.of(P, N, least=_SIDE, most=_COLUMNS, numbers=16)
 
 
 def _replay(tile: Tile, history: History, ring_refs: Any, A: jax.Array, h: jax.Array) -> jax.Array:
@@ -135,12 +168,20 @@ def _replay(tile: Tile, history: History, ring_refs: Any, A: jax.Array, h: jax.A
 
     def step(chunk, h):
         behind = chunk * _SIDE + i
-        tokens = _read(tile, ring_refs, (tile.layer, tile.slot, history.entry(behind)), behind < history.size)
+        tokens = Tokens.of(tile, ring_refs, (tile.layer, tile.slot, history.entry(behind)), behind < history.size)
         a = tokens.dt * A
         to_end = jnp.sum(jnp.where(i[:, None] > i[None, :], a[:, None], 0), axis=0)
-        return jnp.exp(jnp.sum(a)) * h + _gained(tokens, jnp.exp(to_end))
+        return jnp.exp(jnp.sum(a)) * h + _gained(tokens, jnp.exp(to_end), tokens.load(tile, ring_refs["B"]))
 
     return lax.fori_loop(0, lax.div(history.size + _SIDE - 1, jnp.int32(_SIDE)), step, h)
+
+
+def _visible(tile: Tile, visible_ref: Any, t: jax.Array, T: int) -> jax.Array:
+    """`[tokens, tokens]` float32, 1 where a token (axis 0) is on the path to another (axis 1), itself included."""
+    if visible_ref is None:
+        return (t[:, None] <= t[None, :]).astype(jnp.float32)
+    at = visible_ref.at[tile.row, t[None, :], t[:, None]]
+    return triton.load(at, mask=_grid(t < T, t < T), other=0).astype(jnp.float32)
 
 
 def _decays(visible: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -157,9 +198,9 @@ def _decays(visible: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
     return visible * jnp.exp(between), jnp.exp(jnp.sum(on_path, axis=0))
 
 
-def _gained(tokens: Tokens, weights: jax.Array) -> jax.Array:
+def _gained(tokens: Tokens, weights: jax.Array, B: jax.Array) -> jax.Array:
     """`sum_j weights_j dt_j x_j B_j^T`, `[rows, cols]`."""
-    return _dot(weights[None, :] * tokens.weighted, tokens.B)
+    return _dot(weights[None, :] * tokens.weighted, B)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -189,44 +230,26 @@ def _pieces(values: jax.Array) -> list[jax.Array]:
     return pieces
 
 
-def _read(tile: Tile, refs: dict[str, Any], at: tuple[jax.Array, ...], exist: jax.Array) -> Tokens:
-    """Tokens of `[..., tokens, H, P]` arrays, the last of `at` being `[tokens]`."""
-    *where, tokens = at
-    return Tokens(
-        x=triton.load(
-            refs["x"].at[(*where, tokens[None, :], tile.head, tile.p[:, None])],
-            mask=_grid(tile.p_mask, exist),
-            other=0,
-        ),
-        dt=triton.load(refs["dt"].at[(*at, tile.head)], mask=exist, other=0),
-        B=_load(refs["B"], at, tile.group, tile.n, _grid(exist, tile.n_mask)),
-        exist=exist,
-    )
-
-
-def _load(ref: Any, at: tuple[jax.Array, ...], group: jax.Array, columns: jax.Array, mask: jax.Array) -> jax.Array:
-    """`[tokens, columns]` of one group."""
-    *where, tokens = at
-    return triton.load(ref.at[(*where, tokens[:, None], group, columns[None, :])], mask=mask, other=0)
-
-
-def _keep(tile: Tile, ring_refs: dict[str, Any], entries: jax.Array, tokens: Tokens) -> None:
-    """Writes the tile's share of the tokens into the ring."""
-    at, exist = (tile.layer, tile.slot), tokens.exist
+def _keep_x_and_dt(tile: Tile, ring_refs: dict[str, Any], entries: jax.Array, tokens: Tokens) -> None:
+    """Writes the tile's share of them into the ring."""
 
     @pl.when(tile.exists)
     def _():
-        x_at = ring_refs["x"].at[(*at, entries[None, :], tile.head, tile.p[:, None])]
-        triton.store(x_at, tokens.x, mask=_grid(tile.p_mask, exist))
+        at = ring_refs["x"].at[tile.layer, tile.slot, entries[None, :], tile.head, tile.p[:, None]]
+        triton.store(at, tokens.x, mask=_grid(tile.p_mask, tokens.exist))
 
     @pl.when(tile.exists & tile.first)
     def _():
-        triton.store(ring_refs["dt"].at[(*at, entries, tile.head)], tokens.dt, mask=exist)
+        triton.store(ring_refs["dt"].at[tile.layer, tile.slot, entries, tile.head], tokens.dt, mask=tokens.exist)
+
+
+def _keep_B(tile: Tile, ring_refs: dict[str, Any], entries: jax.Array, tokens: Tokens, B: jax.Array) -> None:
+    """Writes the tile's columns of B into the ring, for its whole group."""
 
     @pl.when(tile.exists & tile.leads)
     def _():
-        B_at = ring_refs["B"].at[(*at, entries[:, None], tile.group, tile.n[None, :])]
-        triton.store(B_at, tokens.B, mask=_grid(exist, tile.n_mask))
+        at = ring_refs["B"].at[tile.layer, tile.slot, entries[:, None], tile.group, tile.n[None, :]]
+        triton.store(at, B, mask=_grid(tokens.exist, tile.n_mask))
 
 
 def _grid(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
