@@ -158,12 +158,16 @@ def _run(
     )
     for newest, _ in chunks:
         state = newest
-    return Run(collect(state), _states(state.cache))
+    slots = jnp.arange(len(prompts), dtype=jnp.int32)
+    return Run(collect(state), _states(model.materialize(state.cache, slots)))
 
 
 def _states(cache: HybridCache) -> dict[str, np.ndarray]:
-    """Everything that the next token depends on; rows of keys and values past a slot's length may hold anything."""
-    cache = jax.device_get(cache)
+    """Everything that the next token depends on, of a cache without history in a ring.
+
+    Rows of keys and values past a slot's length may hold anything.
+    """
+    cache = jax.device_get(dataclasses.replace(cache, mamba=cache.mamba.replace(ring=None, constants=None)))
     committed = np.arange(cache.max_len) < cache.lengths[:, None]
     visible = dataclasses.replace(cache, kv=jax.tree.map(lambda buffer: buffer[committed], cache.kv))
     leaves = jax.tree_util.tree_leaves_with_path(visible)
