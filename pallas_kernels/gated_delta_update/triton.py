@@ -12,7 +12,6 @@ The programs of a row share its ring, and none waits for another: what they writ
 read, and each entry is written by one of them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
 from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold
 from pallas_kernels.gated_delta_update.recurrence import Tokens
@@ -37,6 +35,7 @@ from pallas_kernels.gated_delta_update.tile import (
     store_token,
     tile_of,
 )
+from pallas_kernels.launch import launch
 from pallas_kernels.state_scatter.triton import check_offsets
 from pallas_kernels.tree import ancestor_mask
 
@@ -54,7 +53,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     writes_state = call.advance or call.ring is not None
     visible = None if call.parents is None else ancestor_mask(call.parents)
 
-    def gated_delta_update_kernel(inputs, buffers, o_ref):
+    def gated_delta_update_kernel(inputs, o_ref, buffers):
         tokens, visible_ref, slots_ref, num_tokens_ref, cursor_refs, read_ref = inputs
         written_ref, snapshots_ref, history_refs = buffers
         state_ref = written_ref if writes_state else read_ref
@@ -85,13 +84,17 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         nothing = jnp.zeros(rows, jnp.float32)
         lax.fori_loop(count, T, lambda t, _: store_output(tile, o_ref, (b, t), nothing), None)
 
-    (state, snapshots, history), o = _launch(
+    inputs = call.tokens, visible, call.slots, call.num_tokens, cursors, None if writes_state else call.state
+    buffers = call.state if writes_state else None, call.snapshots, history
+    check_offsets("gated_delta_update", jax.tree.leaves((inputs, buffers)))
+    o, (state, snapshots, history) = launch(
         gated_delta_update_kernel,
         (pl.cdiv(V, rows), Hv, call.slots.size),
-        (call.tokens, visible, call.slots, call.num_tokens, cursors, None if writes_state else call.state),
-        (call.state if writes_state else None, call.snapshots, history),
+        inputs,
         jax.ShapeDtypeStruct(call.tokens.v.shape, call.tokens.v.dtype),
-        interpret,
+        buffers,
+        num_warps=NUM_WARPS,
+        interpret=interpret,
     )
     ring = None
     if call.ring is not None:
@@ -104,7 +107,7 @@ def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
     (_, S, Hv, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
     history, length = Tokens(**call.ring.inputs), call.ring.length
 
-    def gated_delta_fold_kernel(inputs, state_ref, _):
+    def gated_delta_fold_kernel(inputs, _, state_ref):
         history_refs, starts_ref, slots_ref, to_slots_ref, num_tokens_ref = inputs
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, history.k.shape[3])
         (slot, valid), (to_slot, has_target) = _slot(slots_ref, b, S), _slot(to_slots_ref, b, S)
@@ -113,13 +116,16 @@ def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
         state = _replay(tile, state, history_refs, (layer, slot), starts_ref[slot], count, length, dtype)
         pl.when(valid & has_target)(lambda: store_state(tile, state_ref, (layer, to_slot), state))
 
-    state, _ = _launch(
+    inputs = history, call.ring.starts, call.slots, call.to_slots, call.num_tokens
+    check_offsets("gated_delta_update", jax.tree.leaves((inputs, call.state)))
+    _, state = launch(
         gated_delta_fold_kernel,
         (pl.cdiv(V, block_rows(V, dtype)), Hv, call.slots.size),
-        (history, call.ring.starts, call.slots, call.to_slots, call.num_tokens),
-        call.state,
+        inputs,
         None,
-        interpret,
+        call.state,
+        num_warps=NUM_WARPS,
+        interpret=interpret,
     )
     return state
 
@@ -165,36 +171,3 @@ def _up_to(
 
 def _rounded(state: jax.Array, dtype: Any) -> jax.Array:
     return state.astype(dtype).astype(jnp.float32)
-
-
-def _launch(
-    kernel: Callable,
-    grid: tuple[int, ...],
-    inputs: Any,
-    buffers: Any,
-    outputs: Any,
-    interpret: bool,
-) -> tuple[Any, Any]:
-    """One launch of `kernel(input refs, buffer refs, output refs)`, each a pytree; the buffers are updated in place."""
-    given, kept, made = (jax.tree.leaves(tree) for tree in (inputs, buffers, outputs))
-    check_offsets("gated_delta_update", given + kept)
-
-    def flat_kernel(*refs):
-        arguments = refs[: len(given)], refs[len(given) + len(kept) :]
-        structures = jax.tree.structure(inputs), jax.tree.structure((buffers, outputs))
-        before, after = (jax.tree.unflatten(tree, leaves) for tree, leaves in zip(structures, arguments, strict=True))
-        kernel(before, *after)
-
-    flat_kernel.__name__ = kernel.__name__
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    results = pl.pallas_call(
-        flat_kernel,
-        grid=grid,
-        in_specs=[anywhere] * (len(given) + len(kept)),
-        out_specs=[anywhere] * (len(kept) + len(made)),
-        out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept + made],
-        input_output_aliases={len(given) + i: i for i in range(len(kept))},
-        compiler_params=triton.CompilerParams(num_warps=NUM_WARPS),
-        interpret=interpret,
-    )(*given, *kept)
-    return jax.tree.unflatten(jax.tree.structure((buffers, outputs)), results)

@@ -1,0 +1,58 @@
+"""One launch of a Triton kernel that reads some arrays, fills some and updates others where they lie."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.compat import triton
+
+
+def launch(
+    kernel: Callable[[Any, Any, Any], None],
+    grid: tuple[int, ...],
+    inputs: Any,
+    outputs: Any,
+    buffers: Any,
+    *,
+    num_warps: int,
+    interpret: bool,
+) -> tuple[Any, Any]:
+    """Runs `kernel(input refs, output refs, buffer refs)`; the refs lie where XLA put the arrays.
+
+    Args:
+        kernel: one program; its name is the kernel's.
+        grid: programs, the first axis fastest.
+        inputs: pytree of arrays that are read.
+        outputs: pytree of `ShapeDtypeStruct`, written whole.
+        buffers: pytree of arrays read and written in place.
+        num_warps: of one program.
+        interpret: run on the CPU, for tests.
+
+    Returns:
+        The outputs and the buffers.
+    """
+    read, filled, updated = (jax.tree.leaves(tree) for tree in (inputs, outputs, buffers))
+    structure = jax.tree.structure((inputs, outputs, buffers))
+
+    def flat_kernel(*refs):
+        kernel(*jax.tree.unflatten(structure, refs[: len(read)] + refs[len(read) + len(updated) :]))
+
+    flat_kernel.__name__ = kernel.__name__
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    results = pl.pallas_call(
+        flat_kernel,
+        grid=grid,
+        in_specs=[anywhere] * (len(read) + len(updated)),
+        out_specs=[anywhere] * (len(filled) + len(updated)),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in filled + updated],
+        input_output_aliases={len(read) + i: len(filled) + i for i in range(len(updated))},
+        # One stage: latency is hidden by other programs, and copies in flight would take their registers.
+        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+    )(*read, *updated)
+    return (
+        jax.tree.unflatten(jax.tree.structure(outputs), results[: len(filled)]),
+        jax.tree.unflatten(jax.tree.structure(buffers), results[len(filled) :]),
+    )
