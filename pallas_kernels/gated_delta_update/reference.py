@@ -8,7 +8,6 @@ from pallas_kernels.gated_delta_update import recurrence
 from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold, Form
 from pallas_kernels.gated_delta_update.recurrence import Tokens, unit_tokens
 from pallas_kernels.gated_delta_update.window import last_state, outputs, solve, states
-from pallas_kernels.order import available_after
 from pallas_kernels.ring import Ring, read_history, rows_of, write_tokens
 from pallas_kernels.state_scatter.reference import movable, restored
 
@@ -20,12 +19,12 @@ def update(call: Call) -> DeltaUpdate:
     num_tokens = jnp.where(valid, jnp.clip(call.num_tokens, 0, tokens.k.shape[1]), 0)
     start, pool, ring, snapshots = read_states(call.state, layer, call.slots), call.state, call.ring, call.snapshots
     if ring is not None:
+        # Written before the history is read, which they lie behind: the other way round XLA copies the ring.
+        kept = {"k": tokens.k, "v": tokens.v, "g": tokens.g, "beta": tokens.beta}
+        ring = write_tokens(ring, layer, jnp.where(num_tokens > 0, call.slots, -1), kept)
         counts = jnp.where(valid, rows_of(ring.counts, call.slots), 0)
         start = _fold(call.form, start, ring, layer, call.slots, counts)
         pool = write_states(pool, layer, call.slots, valid & call.fold, start)
-        kept = {"k": tokens.k, "v": tokens.v, "g": tokens.g, "beta": tokens.beta}
-        targets = available_after(jnp.where(num_tokens > 0, call.slots, -1), start)
-        ring = write_tokens(ring, layer, targets, kept)
 
     if call.form == "chunk":
         window = solve(start, unit_tokens(only_first(tokens, num_tokens), scale), call.parents)

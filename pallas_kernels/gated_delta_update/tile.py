@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.compat import triton
 from pallas_kernels.gated_delta_update.recurrence import EPS, Tokens
 
-_MOST_ROWS = 32
+_MOST_ROWS = {4: 32, 2: 16}  # by bytes of a number: 32 rows of 16 bits spilled (sm_90, replaying a ring)
 
 
 class Tile(NamedTuple):
@@ -26,17 +26,18 @@ class Tile(NamedTuple):
     has_element: jax.Array | None
 
 
-def block_rows(V: int) -> int:
-    """How many rows of V a program holds."""
-    return min(_MOST_ROWS, pl.next_power_of_2(V))
+def block_rows(V: int, dtype: Any) -> int:
+    """How many rows of V a program holds of a state of a dtype."""
+    return min(_MOST_ROWS[jnp.dtype(dtype).itemsize], pl.next_power_of_2(V))
 
 
-def tile_of(block: jax.Array, head: jax.Array, heads: int, key_heads: int, V: int, K: int) -> Tile:
-    """The tile at block `block` of V in head `head`."""
-    group = heads // key_heads
-    rows = block * block_rows(V) + jnp.arange(block_rows(V), dtype=jnp.int32)
+def tile_of(block: jax.Array, head: jax.Array, state: Any, key_heads: int) -> Tile:
+    """The tile at block `block` of V in head `head` of a pool `[L, S, Hv, V, K]`."""
+    _, _, heads, V, K = state.shape
+    group, size = heads // key_heads, block_rows(V, state.dtype)
+    rows = block * size + jnp.arange(size, dtype=jnp.int32)
     columns = jnp.arange(pl.next_power_of_2(K), dtype=jnp.int32)
-    has_row = None if V % block_rows(V) == 0 else rows < V
+    has_row = None if V % size == 0 else rows < V
     has_column = None if columns.size == K else columns < K
     masks = [mask for mask in (None if has_row is None else has_row[:, None], has_column) if mask is not None]
     has_element = jnp.broadcast_to(masks[0] & masks[-1], (rows.size, columns.size)) if masks else None

@@ -1,15 +1,17 @@
 """The step form as one Triton kernel, for sm_80 and later.
 
-Grid `(V blocks, Hv, B)`: a program of 4 warps keeps 32 rows of V of one head's state in registers, takes them through
-the row's history and then its tokens, and stores them where the mode says. Loops run as often as there are tokens, and
-their body is the same whatever T. Of a tree it keeps the first state alone, and comes to each node along its path from
-there: a step more an ancestor, and no bytes. Bytes moved: the state read once and written only where it changes, which
-is the least possible; k, q and the gates of a token once for each of the Hv/Hk heads' V/32 blocks that read them, from
-the second time on out of a cache. Precision: float32, no tensor cores; the compiler rounds every product before it adds
-(`tests/aot` looks for fused ones), so a token has the same bits in every pass.
+Grid `(V blocks, Hv, B)`: a program of 4 warps keeps 32 rows of V (16 of a 16-bit state) of one head in registers, takes
+them through the row's history and then its tokens, and stores them where the mode says. Loops run as often as there are
+tokens, and their body is the same whatever T. Of a tree it keeps the first state alone, and comes to each node along
+its path from there: a step more an ancestor, and no bytes. Bytes moved: the state read once and written only where it
+changes, which is the least possible; k, q and the gates of a token once for each block of the Hv/Hk heads that read
+them, from the second time on out of a cache. Precision: float32, no tensor cores; the compiler rounds every product
+before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
+
+The programs of a row share its ring, and none waits for another: what they write lies behind the history that they
+read, and each entry is written by one of them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +20,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
 from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold
 from pallas_kernels.gated_delta_update.recurrence import Tokens
@@ -34,6 +35,7 @@ from pallas_kernels.gated_delta_update.tile import (
     store_token,
     tile_of,
 )
+from pallas_kernels.launch import launch
 from pallas_kernels.state_scatter.triton import check_offsets
 from pallas_kernels.tree import ancestor_mask
 
@@ -42,8 +44,8 @@ NUM_WARPS = 4
 
 def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     """The step form, on chains and trees."""
-    (_, S, Hv, V, K), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
-    T, Hk = call.tokens.k.shape[1:3]
+    (_, S, Hv, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
+    (T, Hk), rows = call.tokens.k.shape[1:3], block_rows(V, dtype)
     history, cursors, length = None, None, 0
     if call.ring is not None:
         history, length = Tokens(**call.ring.inputs), call.ring.length
@@ -51,11 +53,11 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     writes_state = call.advance or call.ring is not None
     visible = None if call.parents is None else ancestor_mask(call.parents)
 
-    def gated_delta_update_kernel(inputs, buffers, o_ref):
+    def gated_delta_update_kernel(inputs, o_ref, buffers):
         tokens, visible_ref, slots_ref, num_tokens_ref, cursor_refs, read_ref = inputs
         written_ref, snapshots_ref, history_refs = buffers
         state_ref = written_ref if writes_state else read_ref
-        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), Hv, Hk, V, K)
+        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
         slot, valid = _slot(slots_ref, b, S)
         count = jnp.where(valid, jnp.clip(num_tokens_ref[b], 0, T), 0)
         state = load_state(tile, state_ref, (layer, slot))
@@ -79,16 +81,20 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         state = lax.fori_loop(0, count, advance, state)
         if call.advance:
             pl.when(count > 0)(lambda: store_state(tile, state_ref, (layer, slot), state))
-        nothing = jnp.zeros(block_rows(V), jnp.float32)
+        nothing = jnp.zeros(rows, jnp.float32)
         lax.fori_loop(count, T, lambda t, _: store_output(tile, o_ref, (b, t), nothing), None)
 
-    (state, snapshots, history), o = _launch(
+    inputs = call.tokens, visible, call.slots, call.num_tokens, cursors, None if writes_state else call.state
+    buffers = call.state if writes_state else None, call.snapshots, history
+    check_offsets("gated_delta_update", jax.tree.leaves((inputs, buffers)))
+    o, (state, snapshots, history) = launch(
         gated_delta_update_kernel,
-        (pl.cdiv(V, block_rows(V)), Hv, call.slots.size),
-        (call.tokens, visible, call.slots, call.num_tokens, cursors, None if writes_state else call.state),
-        (call.state if writes_state else None, call.snapshots, history),
+        (pl.cdiv(V, rows), Hv, call.slots.size),
+        inputs,
         jax.ShapeDtypeStruct(call.tokens.v.shape, call.tokens.v.dtype),
-        interpret,
+        buffers,
+        num_warps=NUM_WARPS,
+        interpret=interpret,
     )
     ring = None
     if call.ring is not None:
@@ -98,25 +104,28 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
 
 def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
     """The pool with the states after the first inputs of each row's ring, with `update`'s bits."""
-    (_, S, Hv, V, K), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
+    (_, S, Hv, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
     history, length = Tokens(**call.ring.inputs), call.ring.length
 
-    def gated_delta_fold_kernel(inputs, state_ref, _):
+    def gated_delta_fold_kernel(inputs, _, state_ref):
         history_refs, starts_ref, slots_ref, to_slots_ref, num_tokens_ref = inputs
-        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), Hv, history.k.shape[3], V, K)
+        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, history.k.shape[3])
         (slot, valid), (to_slot, has_target) = _slot(slots_ref, b, S), _slot(to_slots_ref, b, S)
         count = jnp.where(valid & has_target, jnp.clip(num_tokens_ref[b], 0, length), 0)
         state = load_state(tile, state_ref, (layer, slot))
         state = _replay(tile, state, history_refs, (layer, slot), starts_ref[slot], count, length, dtype)
         pl.when(valid & has_target)(lambda: store_state(tile, state_ref, (layer, to_slot), state))
 
-    state, _ = _launch(
+    inputs = history, call.ring.starts, call.slots, call.to_slots, call.num_tokens
+    check_offsets("gated_delta_update", jax.tree.leaves((inputs, call.state)))
+    _, state = launch(
         gated_delta_fold_kernel,
-        (pl.cdiv(V, block_rows(V)), Hv, call.slots.size),
-        (history, call.ring.starts, call.slots, call.to_slots, call.num_tokens),
-        call.state,
+        (pl.cdiv(V, block_rows(V, dtype)), Hv, call.slots.size),
+        inputs,
         None,
-        interpret,
+        call.state,
+        num_warps=NUM_WARPS,
+        interpret=interpret,
     )
     return state
 
@@ -162,36 +171,3 @@ def _up_to(
 
 def _rounded(state: jax.Array, dtype: Any) -> jax.Array:
     return state.astype(dtype).astype(jnp.float32)
-
-
-def _launch(
-    kernel: Callable,
-    grid: tuple[int, ...],
-    inputs: Any,
-    buffers: Any,
-    outputs: Any,
-    interpret: bool,
-) -> tuple[Any, Any]:
-    """One launch of `kernel(input refs, buffer refs, output refs)`, each a pytree; the buffers are updated in place."""
-    given, kept, made = (jax.tree.leaves(tree) for tree in (inputs, buffers, outputs))
-    check_offsets("gated_delta_update", given + kept)
-
-    def flat_kernel(*refs):
-        arguments = refs[: len(given)], refs[len(given) + len(kept) :]
-        structures = jax.tree.structure(inputs), jax.tree.structure((buffers, outputs))
-        before, after = (jax.tree.unflatten(tree, leaves) for tree, leaves in zip(structures, arguments, strict=True))
-        kernel(before, *after)
-
-    flat_kernel.__name__ = kernel.__name__
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    results = pl.pallas_call(
-        flat_kernel,
-        grid=grid,
-        in_specs=[anywhere] * (len(given) + len(kept)),
-        out_specs=[anywhere] * (len(kept) + len(made)),
-        out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept + made],
-        input_output_aliases={len(given) + i: i for i in range(len(kept))},
-        compiler_params=triton.CompilerParams(num_warps=NUM_WARPS),
-        interpret=interpret,
-    )(*given, *kept)
-    return jax.tree.unflatten(jax.tree.structure((buffers, outputs)), results)

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.entries import inside
-from pallas_kernels.order import available_after
 from pallas_kernels.ring import Ring, read_history, rows_of, write_tokens
 from pallas_kernels.selective_state_update import dual, recurrence
 from pallas_kernels.selective_state_update.arguments import Form, StateUpdate
@@ -29,10 +28,10 @@ def update(
     """The outputs, and the buffers with what the pass left in them."""
     h0 = read_states(state, layer, slots)
     if ring is not None and fold is not None:
+        # Written before the history is read, which they lie behind: the other way round XLA copies the ring.
+        ring = write_tokens(ring, layer, slots, {"x": inputs.x, "dt": inputs.dt, "B": inputs.B})
         h0 = _fold(form, h0, history(ring, layer, slots), A, rows_of(ring.counts, slots))
         state = write_states(state, layer, jnp.where(fold, slots, -1), h0)
-        kept = {"x": inputs.x, "dt": inputs.dt, "B": inputs.B}
-        ring = write_tokens(ring, layer, available_after(slots, h0), kept)
     if form == "chunk":
         y, snapshots = dual.window_scan(h0, inputs, A, D, parents, snapshots, layer)
         if writes_state:

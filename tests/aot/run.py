@@ -9,7 +9,7 @@ sees, and a crash in the compiler must not take the others along.
 import subprocess
 import sys
 
-from tests.aot.cases import CASES_EACH, IMPLEMENTATIONS, broken_promises, cases
+from tests.aot import cases, delta_cases
 from tests.aot.inspect import compile_for
 from tests.aot.targets import TARGETS
 from tests.aot.whole_step import broken_steps
@@ -40,7 +40,9 @@ def main(arguments: list[str]) -> int:
 
 def _check(name: str) -> int:
     broken, count = 0, 0
-    for case in cases(name):
+    for check, case in (
+        (module.broken_promises, case) for module in (cases, delta_cases) for case in module.cases(name)
+    ):
         program = compile_for(TARGETS[name], case.function, case.arguments, case.donate)
         kernels = program.kernels
         print(
@@ -60,12 +62,12 @@ def _check(name: str) -> int:
             ),
             flush=True,
         )
-        promises = broken_promises(case, program)
+        promises = check(case, program)
         for message in promises:
             print(f"        BROKEN: {message}", flush=True)
         broken += bool(promises)
         count += 1
-    if count != len(IMPLEMENTATIONS[name]) * CASES_EACH:
+    if count != len(cases.IMPLEMENTATIONS[name]) * cases.CASES_EACH + delta_cases.count(name):
         print(f"        BROKEN: {count} cases compiled for {name}", flush=True)
         return 1
     for step, found in broken_steps(TARGETS[name]) if name in WHOLE_STEPS else ():

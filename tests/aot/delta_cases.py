@@ -1,0 +1,122 @@
+"""The gated delta rule's kernel at the shapes of published models: what is compiled, and what it must look like."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta_update import fold_history, gated_delta_update, shapes
+from tests.aot.inspect import Kernel, Program
+
+SLOTS, BATCH, LAYER = 257, 8, 3
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100")
+
+# What a pass leaves behind, the tokens of a window, the ring's length, and whether the window is a tree.
+_PASSES = (
+    ("state", 1, 0, False),
+    ("snapshots", 4, 0, False),
+    ("nothing", 4, 0, False),
+    ("ring", 1, 8, False),
+    ("ring", 4, 16, False),
+    ("ring", 16, 64, False),
+    ("snapshots", 8, 0, True),
+    ("ring", 16, 64, True),
+)
+_DONATED = {"state": ("state",), "snapshots": ("state", "snapshots"), "ring": ("state", "ring"), "nothing": ("state",)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One function to compile; accesses: how many 128-bit loads and stores the state's tile takes at least."""
+
+    name: str
+    function: Callable
+    arguments: dict[str, Any]
+    donate: tuple[str, ...]
+    accesses: tuple[int, int]
+    implementation: str = "triton"
+
+
+def cases(target: str) -> Iterator[Case]:
+    """Everything compiled for a target; nothing where the kernel does not run."""
+    if target not in TARGETS:
+        return
+    for model, shape in shapes.SHAPES.items():
+        for keep, tokens, length, tree in _PASSES:
+            yield _update_case(model, shape, keep, tokens, length, tree)
+        yield _fold_case(model, shape)
+    halved = dataclasses.replace(shapes.QWEN3_NEXT, state_dtype=jnp.bfloat16)
+    for keep, tokens, length, tree in _PASSES[:2] + _PASSES[4:5]:
+        yield _update_case("qwen3-next bf16", halved, keep, tokens, length, tree)
+
+
+def count(target: str) -> int:
+    """How many cases there are."""
+    return len(shapes.SHAPES) * (len(_PASSES) + 1) + 3 if target in TARGETS else 0
+
+
+def broken_promises(case: Case, program: Program) -> list[str]:
+    """What the compiled program does that it must not."""
+    donated = jax.tree.leaves([case.arguments[name] for name in case.donate])
+    in_place = sum(math.prod(array.shape) * array.dtype.itemsize for array in donated)
+    # A tree's mask is computed once a step, whatever the number of layers.
+    tree = "parents" in case.arguments
+    masks = 8 * BATCH * case.arguments["parents"].shape[1] ** 2 if tree else 0
+    named = [kernel for kernel in program.kernels if kernel.name.startswith("gated_delta_")]
+    broken = []
+
+    def expect(holds: bool, message: str):
+        if not holds:
+            broken.append(message)
+
+    expect(program.copies == 0, f"{program.copies} copies")
+    expect(program.alias_bytes == in_place, f"{program.alias_bytes} bytes updated in place of {in_place}")
+    # XLA counts the table of output pointers as a temporary.
+    expect(program.temp_bytes <= 64 + masks, f"{program.temp_bytes} temporary bytes")
+    launches = program.launches.count("custom-call")
+    expect(launches == len(named) == 1, f"{launches} launches of {[kernel.name for kernel in program.kernels]}")
+    expect(tree or len(program.launches) == 1, f"launches {program.launches}")
+    for kernel in named:
+        _check_kernel(case, kernel, expect)
+    return broken
+
+
+def _check_kernel(case: Case, kernel: Kernel, expect: Callable[[bool, str], None]) -> None:
+    expect(kernel.spill_bytes == 0, f"{kernel.spill_bytes} bytes spilled")
+    loads, stores = case.accesses
+    expect(kernel.loads[128] >= loads, f"loads {dict(kernel.loads)}, of 128 bits at least {loads}")
+    expect(kernel.stores[128] >= stores, f"stores {dict(kernel.stores)}, of 128 bits at least {stores}")
+    # An exponential has its own fused products, a few for each number of a decay; those of the state would come with
+    # its sums, which round to the nearest as everything else does.
+    exponentials = len(re.findall(r"\bex2\.approx", kernel.ptx))
+    fused = len(re.findall(r"\bfma\.rn\.f32", kernel.ptx))
+    expect(exponentials > 0 and fused <= 3 * exponentials, f"{fused} fused products, {exponentials} exponentials")
+
+
+def _update_case(model: str, shape: Any, keep: str, tokens: int, length: int, tree: bool) -> Case:
+    function = functools.partial(
+        gated_delta_update, layer=LAYER, disable_state_update=keep == "nothing", implementation="triton"
+    )
+    arguments = shapes.arguments(shape, SLOTS, BATCH, tokens, keep=keep, tree=tree, length=length)
+    name = f"delta {model} {keep} T={tokens}{' tree' if tree else ''}"
+    accesses = _accesses(shape)
+    return Case(name, function, arguments, _DONATED[keep], (accesses, 0 if keep == "nothing" else accesses))
+
+
+def _fold_case(model: str, shape: Any) -> Case:
+    given = shapes.arguments(shape, SLOTS, BATCH, 1, keep="ring", length=32)
+    rows = given["slots"]
+    arguments = {name: given[name] for name in ("state", "ring", "slots")} | {"num_tokens": rows, "to_slots": rows}
+    function = functools.partial(fold_history, layer=LAYER, implementation="triton")
+    return Case(f"delta fold {model}", function, arguments, ("state",), (_accesses(shape), _accesses(shape)))
+
+
+def _accesses(shape: Any) -> int:
+    """128-bit accesses of a thread for its share of the state: 32 numbers of 32 bits, 16 of 16."""
+    return 8 if jnp.dtype(shape.state_dtype).itemsize == 4 else 2
