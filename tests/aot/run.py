@@ -9,10 +9,11 @@ sees, and a crash in the compiler must not take the others along.
 import subprocess
 import sys
 
-from tests.aot.cases import CASES_EACH, IMPLEMENTATIONS, broken_promises, cases
+from tests.aot import attention, cases
 from tests.aot.inspect import compile_for
 from tests.aot.targets import TARGETS
 
+SUITES = (cases, attention)  # each with cases(target), broken_promises(case, program), expected(target)
 _HEADINGS = ("target", "implementation", "case", "launches", "copies", "temp", "registers", "spills", "loads", "stores")
 _WIDTHS = (7, 15, 42, 9, 7, 10, 10, 7, 20, 12)
 _ONE = "--one"
@@ -37,36 +38,37 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(name: str) -> int:
-    broken, count = 0, 0
-    for case in cases(name):
-        program = compile_for(TARGETS[name], case.function, case.arguments, case.donate)
-        kernels = program.kernels
-        print(
-            _line(
-                (
-                    name,
-                    case.implementation,
-                    case.name,
-                    len(program.launches),
-                    program.copies,
-                    program.temp_bytes,
-                    "/".join(str(kernel.registers) for kernel in kernels[:3]),
-                    sum(kernel.spill_bytes for kernel in kernels),
-                    _counts([kernel.loads for kernel in kernels]),
-                    _counts([kernel.stores for kernel in kernels]),
-                )
-            ),
-            flush=True,
-        )
-        promises = broken_promises(case, program)
-        for message in promises:
-            print(f"        BROKEN: {message}", flush=True)
-        broken += bool(promises)
-        count += 1
-    if count != len(IMPLEMENTATIONS[name]) * CASES_EACH:
-        print(f"        BROKEN: {count} cases compiled for {name}", flush=True)
-        return 1
+    broken = 0
+    for suite in SUITES:
+        todo = list(suite.cases(name))
+        for case in todo:
+            program = compile_for(TARGETS[name], case.function, case.arguments, case.donate)
+            print(_row(name, case, program), flush=True)
+            promises = suite.broken_promises(case, program)
+            for message in promises:
+                print(f"        BROKEN: {message}", flush=True)
+            broken += bool(promises)
+        if len(todo) != suite.expected(name):
+            print(f"        BROKEN: {len(todo)} cases of {suite.__name__} compiled for {name}", flush=True)
+            broken += 1
     return 1 if broken else 0
+
+
+def _row(target: str, case, program) -> str:
+    kernels = program.kernels
+    cells = (
+        target,
+        case.implementation,
+        case.name,
+        len(program.launches),
+        program.copies,
+        program.temp_bytes,
+        "/".join(str(kernel.registers) for kernel in kernels[:3]),
+        sum(kernel.spill_bytes for kernel in kernels),
+        _counts([kernel.loads for kernel in kernels]),
+        _counts([kernel.stores for kernel in kernels]),
+    )
+    return _line(cells)
 
 
 def _counts(accesses) -> str:
