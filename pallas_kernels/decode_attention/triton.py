@@ -27,7 +27,8 @@ _MOST_CHUNKS = 64
 _PROGRAMS = 512  # four for each multiprocessor of the largest device
 _BLOCK_BYTES = 16 * 1024  # of keys
 _TILE_BYTES = 32 * 1024  # of queries; a quarter of it in float32, whose products no tensor core makes
-_WORD = 32  # nodes of a tree in one word of its mask
+_WORD_BITS = 5
+_WORD = 1 << _WORD_BITS  # nodes of a tree in one word of its mask
 
 _ALGORITHMS = {
     "bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
@@ -232,9 +233,8 @@ def _sight(division: Plan, window: Window, b: jax.Array, token: jax.Array):
         node = position - length
         visible = jnp.broadcast_to((node < 0)[None], (division.tile, division.block))
         for w, word in enumerate(words):
-            bit = jnp.clip(node - w * _WORD, 0, _WORD - 1)
-            seen = ((word[:, None] >> bit[None]) & 1) == 1
-            visible |= seen & (node // _WORD == w)[None]
+            seen = (word[:, None] >> (node & (_WORD - 1))[None]) & 1
+            visible |= (seen == 1) & (node >> _WORD_BITS == w)[None]
         return visible
 
     return sees

@@ -30,9 +30,6 @@ IMPLEMENTATIONS = {
 # Nothing here divides anything: rows start at odd addresses and leave remainders of every block.
 ODD = commit_shapes.CommitShape(3, (5, 7, 131), channels=1031, conv_width=4, ssm_dtype=jnp.int8, conv_dtype=jnp.float16)
 
-# Per implementation: three functions for each model and T, and one of odd sizes.
-CASES_EACH = 3 * len(commit_shapes.SHAPES) * len(STEPS) + 1
-
 
 @dataclass(frozen=True)
 class Case:
@@ -53,6 +50,11 @@ class Case:
     def pools(self) -> list[jax.ShapeDtypeStruct]:
         """The donated arrays."""
         return jax.tree.leaves([self.arguments[name] for name in self.donate])
+
+
+def expected(target: str) -> int:
+    """How many cases a target has: three functions for each model and T, and one of odd sizes, an implementation."""
+    return len(IMPLEMENTATIONS[target]) * (3 * len(commit_shapes.SHAPES) * len(STEPS) + 1)
 
 
 def cases(target: str) -> Iterator[Case]:

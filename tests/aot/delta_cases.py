@@ -56,8 +56,8 @@ def cases(target: str) -> Iterator[Case]:
         yield _update_case("qwen3-next bf16", halved, keep, tokens, length, tree)
 
 
-def count(target: str) -> int:
-    """How many cases there are."""
+def expected(target: str) -> int:
+    """How many cases a target has."""
     return len(shapes.SHAPES) * (len(_PASSES) + 1) + 3 if target in TARGETS else 0
 
 

@@ -9,15 +9,16 @@ sees, and a crash in the compiler must not take the others along.
 import subprocess
 import sys
 
-from tests.aot import cases, delta_cases
+from tests.aot import attention, cases, delta_cases
 from tests.aot.inspect import compile_for
 from tests.aot.targets import TARGETS
 from tests.aot.whole_step import broken_steps
 
+SUITES = (cases, attention, delta_cases)  # each with cases(target), broken_promises(case, program), expected(target)
 _HEADINGS = ("target", "implementation", "case", "launches", "copies", "temp", "registers", "spills", "loads", "stores")
 _WIDTHS = (7, 15, 42, 9, 7, 10, 10, 7, 20, 12)
 _ONE = "--one"
-WHOLE_STEPS = ("sm_90",)
+_WHOLE_STEPS = ("sm_90",)
 
 
 def main(arguments: list[str]) -> int:
@@ -39,41 +40,40 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(name: str) -> int:
-    broken, count = 0, 0
-    for check, case in (
-        (module.broken_promises, case) for module in (cases, delta_cases) for case in module.cases(name)
-    ):
-        program = compile_for(TARGETS[name], case.function, case.arguments, case.donate)
-        kernels = program.kernels
-        print(
-            _line(
-                (
-                    name,
-                    case.implementation,
-                    case.name,
-                    len(program.launches),
-                    program.copies,
-                    program.temp_bytes,
-                    "/".join(str(kernel.registers) for kernel in kernels[:3]),
-                    sum(kernel.spill_bytes for kernel in kernels),
-                    _counts([kernel.loads for kernel in kernels]),
-                    _counts([kernel.stores for kernel in kernels]),
-                )
-            ),
-            flush=True,
-        )
-        promises = check(case, program)
-        for message in promises:
-            print(f"        BROKEN: {message}", flush=True)
-        broken += bool(promises)
-        count += 1
-    if count != len(cases.IMPLEMENTATIONS[name]) * cases.CASES_EACH + delta_cases.count(name):
-        print(f"        BROKEN: {count} cases compiled for {name}", flush=True)
-        return 1
-    for step, found in broken_steps(TARGETS[name]) if name in WHOLE_STEPS else ():
+    broken = 0
+    for suite in SUITES:
+        todo = list(suite.cases(name))
+        for case in todo:
+            program = compile_for(TARGETS[name], case.function, case.arguments, case.donate)
+            print(_row(name, case, program), flush=True)
+            promises = suite.broken_promises(case, program)
+            for message in promises:
+                print(f"        BROKEN: {message}", flush=True)
+            broken += bool(promises)
+        if len(todo) != suite.expected(name):
+            print(f"        BROKEN: {len(todo)} cases of {suite.__name__} compiled for {name}", flush=True)
+            broken += 1
+    for step, found in broken_steps(TARGETS[name]) if name in _WHOLE_STEPS else ():
         print(f"{name:7} {step}: {'; '.join(found) or 'nothing is copied'}", flush=True)
         broken += bool(found)
     return 1 if broken else 0
+
+
+def _row(target: str, case, program) -> str:
+    kernels = program.kernels
+    cells = (
+        target,
+        case.implementation,
+        case.name,
+        len(program.launches),
+        program.copies,
+        program.temp_bytes,
+        "/".join(str(kernel.registers) for kernel in kernels[:3]),
+        sum(kernel.spill_bytes for kernel in kernels),
+        _counts([kernel.loads for kernel in kernels]),
+        _counts([kernel.stores for kernel in kernels]),
+    )
+    return _line(cells)
 
 
 def _counts(accesses) -> str:
