@@ -167,7 +167,9 @@ def _states(cache: HybridCache) -> dict[str, np.ndarray]:
 
     Rows of keys and values past a slot's length may hold anything.
     """
-    cache = jax.device_get(dataclasses.replace(cache, mamba=cache.mamba.replace(ring=None, constants=None)))
+    cache = jax.device_get(
+        dataclasses.replace(cache, mamba=dataclasses.replace(cache.mamba, ring=None, constants=None))
+    )
     committed = np.arange(cache.max_len) < cache.lengths[:, None]
     visible = dataclasses.replace(cache, kv=jax.tree.map(lambda buffer: buffer[committed], cache.kv))
     leaves = jax.tree_util.tree_leaves_with_path(visible)
