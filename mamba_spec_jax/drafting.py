@@ -14,6 +14,7 @@ from mamba_spec_jax.models.loading import LoadedModel, load
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
 from mamba_spec_jax.speculative.drafters.draft_model import DraftModelDrafter
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter
+from mamba_spec_jax.speculative.drafters.eagle_tree import EagleTreeDrafter
 from mamba_spec_jax.speculative.protocol import Drafter
 
 _DRAFTS = 4  # tokens a step, where the checkpoint does not say
@@ -36,7 +37,12 @@ class LoadedDrafter:
 
 
 def load_drafter(
-    name_or_folder: str | Path, loaded: LoadedModel, *, max_drafts: int | None = None, **options: Any
+    name_or_folder: str | Path,
+    loaded: LoadedModel,
+    *,
+    max_drafts: int | None = None,
+    tree: int | None = None,
+    **options: Any,
 ) -> LoadedDrafter:
     """Loads what drafts for a model that was loaded before, from a folder or the Hugging Face hub.
 
@@ -44,28 +50,37 @@ def load_drafter(
         name_or_folder: an EAGLE-3, multi-token-prediction or DFlash checkpoint, or a smaller language model with the
             same vocabulary.
         loaded: the target, from `load`.
-        max_drafts: most tokens a step; by default 4, and for DFlash what its block holds.
+        max_drafts: most tokens a step; by default 4, and for DFlash what its block holds. Of a tree, its levels.
+        tree: nodes of a draft tree, for a head that is run on; None drafts a chain.
         **options: revision and local_files_only, as for `load`.
 
     Raises:
-        ValueError: as `load_head`, and for more drafts than a DFlash head's block holds.
+        ValueError: as `load_head`, for more drafts than a DFlash head's block holds, and for a tree of what cannot
+            draft one.
     """
     drafter: Drafter
+    levels = _DRAFTS if max_drafts is None else max_drafts
     folder = locate(name_or_folder, **options)
     hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
     if any(hf.values.get("model_type") == family for family in FAMILIES):
         smaller = load(folder, policy=loaded.model.policy, speculative_mode=loaded.model.backend.speculative_mode)
-        drafter = DraftModelDrafter(smaller.model, _DRAFTS if max_drafts is None else max_drafts)
+        if tree is not None:
+            raise ValueError(f"{name_or_folder} holds a language model, which drafts chains: leave tree={tree} out")
+        drafter = DraftModelDrafter(smaller.model, levels)
         return LoadedDrafter(drafter, smaller.params, loaded.model)
     found = load_head(folder, loaded.model, loaded.params)
     block, mask = found.block_size, found.mask_token
     if isinstance(found.head, DFlashHead) and block is not None and mask is not None:
         most = block - 1
+        if tree is not None:
+            raise ValueError(f"{name_or_folder} holds a DFlash head, which drafts chains: leave tree={tree} out")
         if max_drafts is not None and max_drafts > most:
             raise ValueError(f"max_drafts is {max_drafts}, but this DFlash head fills blocks of {most} drafts at most")
         drafter = DFlashDrafter(found.head, most if max_drafts is None else max_drafts, mask)
+    elif isinstance(found.head, EagleHead) and tree is not None:
+        drafter = EagleTreeDrafter(found.head, tree, depth=levels)
     elif isinstance(found.head, EagleHead):
-        drafter = EagleDrafter(found.head, _DRAFTS if max_drafts is None else max_drafts)
+        drafter = EagleDrafter(found.head, levels)
     else:
         raise ValueError(f"{name_or_folder} holds a {type(found.head).__name__}, for which there is no drafter")
     return LoadedDrafter(drafter, found.params, loaded.model.with_hidden_layers(drafter.hidden_layers))

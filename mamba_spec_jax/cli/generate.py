@@ -24,6 +24,7 @@ from mamba_spec_jax.cli.options import (
 )
 from mamba_spec_jax.cli.runtime import open_model
 from mamba_spec_jax.drafting import load_drafter
+from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import Generation
 from mamba_spec_jax.speculative.sampling import Filter, Greedy, Method, MinP, Sampling, TopK, TopP
 from mamba_spec_jax.speculative.stream import StreamEvent, stream
@@ -34,6 +35,7 @@ _TOP_P = "Draw from the likeliest tokens that have this much of the probability.
 _MIN_P = "Draw from the tokens that are this likely, compared with the likeliest."
 _CHAT = "Take the prompt for a user's message, and put it into the model's chat template."
 _DRAFTER = "What drafts: a folder or hub id of a draft head or a smaller model.  [default: prompt lookup]"
+_TREE = "Draft a tree of so many nodes a step instead of a chain; --drafts are its levels."
 StopOption = Annotated[
     list[str], typer.Option("--stop", help="Text that ends the output, not shown. May be given several times.")
 ]
@@ -54,6 +56,7 @@ def generate(
     stop: StopOption = [],  # noqa: B006, typer wants a list
     drafts: DraftsOption = "auto",
     drafter: Annotated[str | None, typer.Option("--drafter", help=_DRAFTER)] = None,
+    tree: Annotated[int | None, typer.Option("--tree", min=1, help=_TREE)] = None,
     mode: ModeOption = Mode.DECODE,
     strategy: StrategyOption = Strategy.AUTO,
     dtype: DtypeOption = Precision.AUTO,
@@ -63,6 +66,8 @@ def generate(
     method = _method(temperature, top_k, top_p, min_p)
     if drafter is not None and drafts == 0:
         raise ValueError("--drafter was given with --drafts 0, which drafts nothing: leave one of them out")
+    if tree is not None and drafts == 0:
+        raise ValueError("--tree was given with --drafts 0, which drafts nothing: leave one of them out")
     if system is not None and not chat:
         raise ValueError("--system was given without --chat, which alone has a system message")
     text = _read_prompt(prompt)
@@ -72,8 +77,11 @@ def generate(
     ids = loaded.chat_prompt(_messages(text, system)) if chat else tokenizer.encode(text).ids
     target, drafting = loaded.model, {}
     if drafter is not None:
-        found = load_drafter(drafter, loaded, max_drafts=drafts if isinstance(drafts, int) else None)
+        levels = drafts if isinstance(drafts, int) else None
+        found = load_drafter(drafter, loaded, max_drafts=levels, tree=tree)
         target, drafting = found.target, {"drafter": found.drafter, "drafter_params": found.params}
+    elif tree is not None:
+        drafting = {"drafter": NgramTreeDrafter(tree)}
     start = time.perf_counter()
     events = stream(
         target,
@@ -82,7 +90,7 @@ def generate(
         tokenizer,
         stop_strings=stop,
         eos_ids=loaded.model.config.eos_token_ids,
-        depth=drafts,
+        depth=drafts if tree is None else tree,
         method=method,
         max_new=max_new_tokens,
         min_new=min_new_tokens,

@@ -56,3 +56,23 @@ def test_a_smaller_model_becomes_a_draft_model(tmp_path):
     other = ms.load_drafter(write(tmp_path / "other", CONFIG, random_weights(CONFIG)), LOADED)
     with pytest.raises(ValueError, match=r"vocabulary of 13.*29"):
         ms.generate(TARGET, LOADED.params, [[1]], drafter=other.drafter, drafter_params=other.params, max_new=2)
+
+
+def test_a_head_that_is_run_on_drafts_trees_too(saved):
+    found = ms.load_drafter(saved("eagle3"), LOADED, max_drafts=2, tree=5)
+    assert isinstance(found.drafter, ms.EagleTreeDrafter)
+    assert (found.drafter.max_drafts, found.drafter.depth) == (5, 2)
+    generation = ms.generate(
+        found.target, LOADED.params, [[1, 2, 3]], drafter=found.drafter, drafter_params=found.params, max_new=6
+    )
+    assert generation.tokens == ms.generate(TARGET, LOADED.params, [[1, 2, 3]], depth=0, max_new=6).tokens
+
+
+def test_trees_of_what_drafts_chains_are_refused(saved, tmp_path):
+    with pytest.raises(ValueError, match="holds a DFlash head, which drafts chains: leave tree=5 out"):
+        ms.load_drafter(saved("dflash"), LOADED, tree=5)
+    with pytest.raises(ValueError, match="head of 3 layers, expected one that is run on"):
+        ms.load_drafter(saved("three layers"), LOADED, tree=5)
+    folder = write(tmp_path / "model", CONFIG, random_weights(CONFIG))
+    with pytest.raises(ValueError, match="holds a language model, which drafts chains: leave tree=5 out"):
+        ms.load_drafter(folder, LOADED, tree=5)

@@ -73,6 +73,11 @@ def test_a_drafter_by_name_changes_nothing_in_the_text(run, folder, expected):
     assert report["mean_acceptance_length"] > 3
 
 
+def test_a_tree_changes_nothing_in_the_text(run, folder, expected):
+    report = json.loads(run("generate", PROMPT, "--json", "--model", folder, "-n", TOKENS, *SAMPLED, "--tree", 5)[0])
+    assert report["tokens"] == expected[0]
+
+
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 

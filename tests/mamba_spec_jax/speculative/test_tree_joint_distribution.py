@@ -38,7 +38,7 @@ from .test_joint_distribution import (
 )
 from .toy import ToyTreeDrafter
 
-RUNS, STEPS, DEPTH = 60_000, 3, 2
+RUNS, STEPS, DEPTH = 100_000, 3, 2
 SEEDS = RUNS  # the first row's
 DRAFTER = ToyTreeDrafter(TABLE, TreeTopology.from_branching([2] * DEPTH))
 
