@@ -141,7 +141,7 @@ def update(
 
 def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> jax.Array:
     """Arguments as the reference's, and `interpret`."""
-    blocks = _blocks(state)
+    blocks = _blocks(state, numbers=32)  # a window's registers are free
 
     def fold_history_chunk_kernel(reads, _, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, ring.inputs["B"].shape[3])
@@ -157,9 +157,9 @@ def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> 
     return launch_fold(fold_history_chunk_kernel, blocks, state, ring, A, **options)
 
 
-def _blocks(state: jax.Array) -> Blocks:
+def _blocks(state: jax.Array, numbers: int = 16) -> Blocks:
     _, _, _, P, N = state.shape
-    return Blocks.of(P, N, least=_SIDE, most=_COLUMNS, numbers=16)
+    return Blocks.of(P, N, least=_SIDE, most=_COLUMNS, numbers=numbers)
 
 
 def _replay(tile: Tile, history: History, ring_refs: Any, A: jax.Array, h: jax.Array) -> jax.Array:

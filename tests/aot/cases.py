@@ -55,6 +55,11 @@ class Case:
         return jax.tree.leaves([self.arguments[name] for name in self.donate])
 
 
+def count(target: str) -> int:
+    """How many cases a target has."""
+    return len(IMPLEMENTATIONS[target]) * CASES_EACH
+
+
 def cases(target: str) -> Iterator[Case]:
     """Everything compiled for a target."""
     for implementation in IMPLEMENTATIONS[target]:

@@ -8,14 +8,16 @@ sees, and a crash in the compiler must not take the others along.
 
 import subprocess
 import sys
+from typing import Any
 
-from tests.aot.cases import CASES_EACH, IMPLEMENTATIONS, broken_promises, cases
+from tests.aot import cases, recurrent_cases
 from tests.aot.inspect import compile_for
 from tests.aot.targets import TARGETS
 
 _HEADINGS = ("target", "implementation", "case", "launches", "copies", "temp", "registers", "spills", "loads", "stores")
 _WIDTHS = (7, 15, 42, 9, 7, 10, 10, 7, 20, 12)
 _ONE = "--one"
+_SUITES: Any = (cases, recurrent_cases)
 
 
 def main(arguments: list[str]) -> int:
@@ -38,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 def _check(name: str) -> int:
     broken, count = 0, 0
-    for case in cases(name):
+    for suite, case in [(module, case) for module in _SUITES for case in module.cases(name)]:
         program = compile_for(TARGETS[name], case.function, case.arguments, case.donate)
         kernels = program.kernels
         print(
@@ -58,12 +60,12 @@ def _check(name: str) -> int:
             ),
             flush=True,
         )
-        promises = broken_promises(case, program)
+        promises = suite.broken_promises(case, program)
         for message in promises:
             print(f"        BROKEN: {message}", flush=True)
         broken += bool(promises)
         count += 1
-    if count != len(IMPLEMENTATIONS[name]) * CASES_EACH:
+    if count != sum(suite.count(name) for suite in _SUITES):
         print(f"        BROKEN: {count} cases compiled for {name}", flush=True)
         return 1
     return 1 if broken else 0
