@@ -2,11 +2,11 @@
 
 Grid `(P / 32, H, B)`, as the step form's (`triton.py`): a program takes 32 rows of one head's state, 32 columns at a
 time, 16 numbers a thread. Bytes moved are the step form's too, with a tree's masks besides; x and dt of the history are
-read from L1 again for each stretch of columns. The sums over tokens and over N are products on tensor cores, whose sides
-are at least 16: a window is padded to a power of two with tokens that nobody sees, and a history is taken 16 tokens at
-a time. Precision: products of float32 numbers in bfloat16 pieces that leave errors of float32's size; the state is
-rounded only where it is stored. The decay between two tokens is summed over the tokens between them, all of one sign,
-so that nothing cancels.
+read from L1 again for each stretch of columns. The sums over tokens and over N are products on tensor cores, whose
+sides are at least 16: a window is padded to a power of two with tokens that nobody sees, and a history is taken 16
+tokens at a time. Precision: products of float32 numbers in bfloat16 pieces that leave errors of float32's size; the
+state is rounded only where it is stored. The decay between two tokens is summed over the tokens between them, all of
+one sign, so that nothing cancels.
 """
 
 import functools
