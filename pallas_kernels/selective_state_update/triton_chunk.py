@@ -2,11 +2,11 @@
 
 Grid `(P / 32, H, B)`, as the step form's (`triton.py`): a program takes 32 rows of one head's state, 32 columns at a
 time, 16 numbers a thread. Bytes moved are the step form's too, with a tree's masks besides; x and dt of the history are
-read from L1 again for each stretch of columns. The sums over tokens and over N are products on tensor cores, whose sides
-are at least 16: a window is padded to a power of two with tokens that nobody sees, and a history is taken 16 tokens at
-a time. Precision: products of float32 numbers in bfloat16 pieces that leave errors of float32's size; the state is
-rounded only where it is stored. The decay between two tokens is summed over the tokens between them, all of one sign,
-so that nothing cancels.
+read from L1 again for each stretch of columns. The sums over tokens and over N are products on tensor cores, whose
+sides are at least 16: a window is padded to a power of two with tokens that nobody sees, and a history is taken 16
+tokens at a time. Precision: products of float32 numbers in bfloat16 pieces that leave errors of float32's size; the
+state is rounded only where it is stored. The decay between two tokens is summed over the tokens between them, all of
+one sign, so that nothing cancels.
 """
 
 import functools
@@ -141,7 +141,7 @@ def update(
 
 def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> jax.Array:
     """Arguments as the reference's, and `interpret`."""
-    blocks = _blocks(state)
+    blocks = _blocks(state, numbers=32)  # a window's registers are free
 
     def fold_history_chunk_kernel(reads, _, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, ring.inputs["B"].shape[3])
@@ -157,9 +157,9 @@ def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> 
     return launch_fold(fold_history_chunk_kernel, blocks, state, ring, A, **options)
 
 
-def _blocks(state: jax.Array) -> Blocks:
+def _blocks(state: jax.Array, numbers: int = 16) -> Blocks:
     _, _, _, P, N = state.shape
-    return Blocks.of(P, N, least=_SIDE, most=_COLUMNS, numbers=16)
+    return Blocks.of(P, N, least=_SIDE, most=_COLUMNS, numbers=numbers)
 
 
 def _replay(tile: Tile, history: History, ring_refs: Any, A: jax.Array, h: jax.Array) -> jax.Array:

@@ -9,12 +9,17 @@ sees, and a crash in the compiler must not take the others along.
 import subprocess
 import sys
 
-from tests.aot import attention, cases, delta_cases
+from tests.aot import attention, cases, delta_cases, recurrent_cases
 from tests.aot.inspect import compile_for
 from tests.aot.targets import TARGETS
 from tests.aot.whole_step import broken_steps
 
-SUITES = (cases, attention, delta_cases)  # each with cases(target), broken_promises(case, program), expected(target)
+SUITES = (
+    cases,
+    attention,
+    delta_cases,
+    recurrent_cases,
+)  # each with cases(target), broken_promises(case, program), expected(target)
 _HEADINGS = ("target", "implementation", "case", "launches", "copies", "temp", "registers", "spills", "loads", "stores")
 _WIDTHS = (7, 15, 42, 9, 7, 10, 10, 7, 20, 12)
 _ONE = "--one"
