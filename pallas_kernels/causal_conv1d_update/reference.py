@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arithmetic import fenced, rounded
+from pallas_kernels.arithmetic import alike, rounded
 from pallas_kernels.entries import inside
 from pallas_kernels.state_commit.window import taps
 
@@ -31,7 +31,7 @@ def update(
     index = jnp.where(inside(slots, conv_state.shape[1]), slots, conv_state.shape[1])
     window = conv_state.at[layer, index].get(mode="fill", fill_value=0)
     inputs = x.astype(conv_state.dtype)
-    y = fenced(_convolve(window, inputs, weight, bias, parents)).astype(x.dtype)
+    y = _convolve(window, inputs, weight, bias, parents).astype(x.dtype)
     if conv_inputs is not None:
         return y, conv_state, conv_inputs.at[layer].set(inputs)
     window = _advance_window(window, inputs, num_tokens)
@@ -50,10 +50,10 @@ def _convolve(
         neighbours = (history[:, tap : tap + T] for tap in range(width))
     else:
         neighbours = _along_paths(history, parents, width)
-    total = sum(rounded(neighbour * weight[tap]) for tap, neighbour in enumerate(neighbours))
+    total = jnp.asarray(sum(rounded(neighbour * weight[tap]) for tap, neighbour in enumerate(neighbours)))
     if bias is not None:
         total = total + bias.astype(jnp.float32)
-    return jax.nn.silu(total)
+    return rounded(alike(jax.nn.silu, total))  # silu ends in a product, and whoever reads it may begin with a sum
 
 
 def _along_paths(history: jax.Array, parents: jax.Array, width: int) -> Iterator[jax.Array]:
