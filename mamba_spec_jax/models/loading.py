@@ -23,6 +23,7 @@ from mamba_spec_jax.models.families.base import Family, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.placement import Rules, place_all, share
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
 from pallas_kernels.dispatch import Implementation
 
@@ -94,6 +95,8 @@ def load(
     family = family_of(hf)
     config = _with_generation_config(family.read_config(hf), folder)
     if time_step_limit is not None:
+        if not isinstance(config.recurrent, Mamba2Config):
+            raise ValueError(f"load got a time_step_limit, but {folder} has no Mamba-2 layers: leave it out")
         recurrent = dataclasses.replace(config.recurrent, time_step_limit=time_step_limit)
         config = dataclasses.replace(config, recurrent=recurrent)
     model = HybridModel.create(
@@ -208,7 +211,7 @@ def _check(
 ) -> None:
     """Raises ValueError naming every kind of difference between the weights a model needs and those found."""
     expected = {
-        name: weight.source_shape(shapes[weight.path], found) for weight in weights for name in weight.sources(found)
+        name: shape for weight in weights for name, shape in weight.source_shapes(shapes[weight.path], found).items()
     }
     copies = {weight.name for weight in weights if weight.copy_of is not None}
     missing = [name for name in expected if name not in found and name not in copies]

@@ -4,8 +4,10 @@ import dataclasses
 import math
 from typing import Any
 
+from mamba_spec_jax.attention.gated_delta import GatedDelta
 from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.attention.recurrence import Recurrence
+from mamba_spec_jax.layers.norms import GATES
 
 MAMBA_NORMS = ("gated", "before_gate", "none")
 
@@ -68,7 +70,60 @@ class Mamba2Config:
         )
 
 
-RecurrentConfig = Mamba2Config
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaConfig:
+    """Gated delta rule layers: GDN (Yang, Kautz and Hatamizadeh 2024), or KDA (Kimi Linear, 2025).
+
+    Attributes:
+        heads, key_heads: H value heads, and how many heads queries and keys have.
+        head_dim, state: P and N, the sizes of a value and of a key.
+        conv_width: W.
+        rank: of KDA's projections to the output gate and to its decay per key channel; 0 for GDN, with a decay a head.
+        beta_scale: of the sigmoid that beta is.
+        gate: activation of the output gate, which follows a norm of every head: "silu" or "sigmoid".
+        norm_eps: of that norm, None for the model's.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    state: int
+    conv_width: int
+    rank: int = 0
+    beta_scale: float = 1.0
+    gate: str = "silu"
+    norm_eps: float | None = None
+
+    def __post_init__(self):
+        require_positive(self, "heads", "key_heads", "head_dim", "state")
+        require_multiple(self, "heads", "key_heads")
+        if self.gate not in GATES:
+            raise ValueError(f"GatedDeltaConfig.gate is {self.gate!r}, expected one of {tuple(GATES)}")
+
+    @property
+    def inner(self) -> int:
+        """Width of what the heads give together."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.state + self.inner
+
+    def backend(self, **options: Any) -> Recurrence:
+        """The backend that runs them; options as `Recurrence`'s."""
+        return GatedDelta(
+            heads=self.heads,
+            key_heads=self.key_heads,
+            head_dim=self.head_dim,
+            state=self.state,
+            conv_width=self.conv_width,
+            channel_decay=self.rank > 0,
+            beta_scale=self.beta_scale,
+            **options,
+        )
+
+
+RecurrentConfig = Mamba2Config | GatedDeltaConfig
 
 
 def require_positive(config: Any, *names: str) -> None:

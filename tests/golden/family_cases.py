@@ -78,7 +78,46 @@ BASES: dict[str, dict[str, Any]] = {
         "chunk_size": 7,
         "max_position_embeddings": 128,
     },
+    "qwen3_next": {
+        "vocab_size": 31,
+        "hidden_size": 20,
+        "intermediate_size": 18,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 7,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 9,
+        "shared_expert_intermediate_size": 11,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 128,
+    },
 }
+BASES["qwen3_5_text"] = {
+    name: value for name, value in BASES["qwen3_next"].items() if "expert" not in name and not name.startswith("moe")
+}
+BASES["qwen3_5_moe_text"] = {name: value for name, value in BASES["qwen3_next"].items() if name != "intermediate_size"}
+# Of the layers of Qwen3-Next: what its successors have too.
+QWEN_SWITCHES = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_key_value_heads": 1,
+    "linear_conv_kernel_dim": 2,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "attention_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": True,
+}
+# Time step biases as in trained models: that of a delta rule makes its decay.
+QWEN_TRAINED = {"linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
 FALCON_MULTIPLIERS = {
     "embedding_multiplier": 2.5,
     "lm_head_multiplier": 0.6,
@@ -253,4 +292,19 @@ FAMILY_CASES = (
         seed=48,
     ),
     FamilyCase("zamba2", "trained_dt", {"mamba_d_state": 16, "mamba_d_conv": 4}, seed=15, length=41, trained_dt=True),
+    FamilyCase("qwen3_next", "plain", {}, seed=105),
+    FamilyCase(
+        "qwen3_next",
+        "switches",
+        QWEN_SWITCHES
+        | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False, "num_experts_per_tok": 3},
+        seed=100,
+    ),
+    FamilyCase("qwen3_next", "trained_dt", QWEN_TRAINED, seed=100, length=41, trained_dt=True),
+    FamilyCase("qwen3_5_text", "plain", {}, seed=103),
+    FamilyCase("qwen3_5_text", "switches", QWEN_SWITCHES, seed=100),
+    FamilyCase("qwen3_5_text", "trained_dt", QWEN_TRAINED, seed=114, length=41, trained_dt=True),
+    FamilyCase("qwen3_5_moe_text", "plain", {}, seed=111),
+    FamilyCase("qwen3_5_moe_text", "switches", QWEN_SWITCHES | {"num_experts_per_tok": 3}, seed=100),
+    FamilyCase("qwen3_5_moe_text", "trained_dt", QWEN_TRAINED, seed=108, length=41, trained_dt=True),
 )

@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2
+from mamba_spec_jax.models.families import (
+    bamba,
+    falcon_h1,
+    granitemoehybrid,
+    mamba2,
+    nemotron_h,
+    qwen3_5,
+    qwen3_next,
+    zamba2,
+)
 from mamba_spec_jax.models.families.base import Family
 from mamba_spec_jax.models.hf_config import HFConfig
 
@@ -14,6 +23,11 @@ FAMILIES = {
     "granitemoehybrid": granitemoehybrid.FAMILY,
     "mamba2": mamba2.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
+    "qwen3_5": qwen3_5.FAMILY,
+    "qwen3_5_moe": qwen3_5.MOE_FAMILY,
+    "qwen3_5_moe_text": qwen3_5.MOE_FAMILY,
+    "qwen3_5_text": qwen3_5.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
     "zamba2": zamba2.FAMILY,
 }
 

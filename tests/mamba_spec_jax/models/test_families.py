@@ -36,8 +36,9 @@ def make_golden(name: str, base) -> Golden:
 
 def test_every_golden_is_here_and_every_family_has_three():
     assert sorted(f"{path.parts[-3]}/{path.parts[-2]}" for path in GOLDEN.glob("*/*/golden.npz")) == sorted(CASES)
-    for family in set(FAMILIES) - {"granitemoehybrid"}:
-        assert len([case for case in FAMILY_CASES if case.family == family]) >= 3
+    covered = {name: [case for case in FAMILY_CASES if case.family == name] for name in FAMILIES}
+    for name in set(FAMILIES) - {"granitemoehybrid"}:  # which has goldens of its own
+        assert any(len(covered[other]) >= 3 for other in FAMILIES if FAMILIES[other] is FAMILIES[name]), name
 
 
 def test_full_forward(golden):
