@@ -10,6 +10,7 @@ from mamba_spec_jax.models.recurrent_config import (
     GatedDeltaConfig,
     Mamba2Config,
     RecurrentConfig,
+    ShortConvConfig,
     require_multiple,
     require_positive,
 )
@@ -22,6 +23,7 @@ _RECURS = {
     "parallel": Mamba2Config,
     "shared": Mamba2Config,
     "gated_delta": GatedDeltaConfig,
+    "short_conv": ShortConvConfig,
 }
 LAYER_TYPES = (*_RECURS, "attention", "mlp", "moe")
 ATTENTION_NORMS = ("none", "head", "all")
@@ -63,6 +65,24 @@ class SharedBlocks:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentDims:
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+    Attributes:
+        rank: of the latent that keys and values are projected from.
+        shared: dims of a key that all heads share, beside the latent.
+        key, value: dims of a head's key and value that come of the latent.
+        query_rank: of the latent that queries are projected from, 0 for none.
+    """
+
+    rank: int
+    shared: int
+    key: int
+    value: int
+    query_rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class HybridConfig:
     """A hybrid language model of recurrent, full-attention and feed-forward layers.
 
@@ -70,8 +90,8 @@ class HybridConfig:
         model_type: the family, as checkpoints name it.
         vocab_size: V.
         hidden_size: D.
-        layer_types: what each layer is. Layers that mix tokens: "mamba", "gated_delta", "attention", "parallel"
-            ("mamba" and "attention" on the same input, summed), "shared" ("mamba", which also hears one of
+        layer_types: what each layer is. Layers that mix tokens: "mamba", "gated_delta", "short_conv", "attention",
+            "parallel" ("mamba" and "attention" on the same input, summed), "shared" ("mamba", which also hears one of
             `shared_blocks`). Layers that do not: "mlp" (a dense feed-forward part), "moe" (routed experts, and a dense
             part if it has a width).
         separate_feed_forward: layers that mix tokens have no feed-forward part; else each ends in a dense part, with
@@ -82,6 +102,7 @@ class HybridConfig:
         attention_gated: whether sigmoids of further queries gate what the heads give.
         attention_norm: of queries and keys: "head" by head, "all" heads together, "none".
         attention_norms_output: whether the branches of attention layers are normed at their ends, not their beginnings.
+        latent: of latent attention, whose heads read one key: Hkv is 1, Dh its rank and shared dims. None for none.
         rope_theta: base of the rotary embedding, None for none.
         rotary_dim: leading dims of a head that it rotates, None for all.
         recurrent: what its recurrent layers are.
@@ -118,6 +139,7 @@ class HybridConfig:
     attention_gated: bool = False
     attention_norm: str = "none"
     attention_norms_output: bool = False
+    latent: LatentDims | None = None
     rope_theta: float | None = None
     rotary_dim: int | None = None
     shared_intermediate_size: int = 0
@@ -157,6 +179,11 @@ class HybridConfig:
             raise ValueError(f"rotary_dim is {self.rotary_dim}, expected an even number up to head_dim={self.head_dim}")
         if self.mlp_activation not in ACTIVATIONS:
             raise ValueError(f"mlp_activation is {self.mlp_activation!r}, expected one of {tuple(ACTIVATIONS)}")
+        if self.latent and (self.num_key_value_heads, self.head_dim) != (1, self.latent.rank + self.latent.shared):
+            raise ValueError(
+                f"num_key_value_heads and head_dim are {self.num_key_value_heads} and {self.head_dim}, expected 1 and "
+                f"{self.latent.rank + self.latent.shared} for {self.latent}"
+            )
         if self.attention_norm not in ATTENTION_NORMS:
             raise ValueError(f"attention_norm is {self.attention_norm!r}, expected one of {ATTENTION_NORMS}")
         for kind in (self.layer_types[i] for i in self.recurrent_layers):

@@ -15,13 +15,16 @@ from mamba_spec_jax.layers.mlp import MLP, GatedMLP, SparseMoE
 from mamba_spec_jax.layers.norms import RMSNorm
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.gated_delta import GatedDeltaMixer
+from mamba_spec_jax.models.latent_attention import LatentAttention
 from mamba_spec_jax.models.mixers import Attention, Mamba2Mixer, Mixed, ParallelMixer
 from mamba_spec_jax.models.shared import SharedBlock, SharedUse
+from mamba_spec_jax.models.short_conv import ShortConvMixer
 from mamba_spec_jax.modes import DTypePolicy
 
 _MIXERS = {
     "mamba": Mamba2Mixer,
     "gated_delta": GatedDeltaMixer,
+    "short_conv": ShortConvMixer,
     "attention": Attention,
     "parallel": ParallelMixer,
     "shared": Mamba2Mixer,
@@ -39,11 +42,12 @@ class HybridLayer(nnx.Module):
         mixes = kind in _MIXERS
         width, routes = config.dense_width(layer_id), config.has_experts(layer_id)
         dtypes: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
-        norm: dict[str, Any] = _norm_options(config, policy)
+        norm: dict[str, Any] = norm_options(config, policy)
         self.norms_output = kind == "attention" and config.attention_norms_output
         self.shared = SharedUse(config, layer_id, policy, rngs) if kind == "shared" else None
         self.input_norm: Any = RMSNorm(D, **norm) if mixes else None
-        self.mixer: Any = _MIXERS[kind](config, policy, rngs) if mixes else None
+        mixer: Any = LatentAttention if kind == "attention" and config.latent else _MIXERS.get(kind)
+        self.mixer: Any = mixer(config, policy, rngs) if mixes else None
         self.mlp_norm: Any = RMSNorm(D, **norm) if width or routes else None
         self.shared_mlp: Any = _dense(config, width, dtypes) if width else None
         self.moe = (
@@ -109,7 +113,7 @@ class HybridLM(nnx.Module):
         blocks = config.shared_blocks.count if config.shared_blocks else 0
         self.shared_blocks = nnx.List([SharedBlock(config, policy, rngs) for _ in range(blocks)])
         self.layers = nnx.List([HybridLayer(config, i, policy, rngs) for i in range(len(config.layer_types))])
-        self.norm = RMSNorm(config.hidden_size, **_norm_options(config, policy))
+        self.norm = RMSNorm(config.hidden_size, **norm_options(config, policy))
         self.lm_head = (
             None
             if config.tie_embeddings
@@ -153,7 +157,8 @@ def abstract_split(config: HybridConfig, policy: DTypePolicy) -> tuple[Any, Any]
     return nnx.split(nnx.eval_shape(lambda: HybridLM(config, policy, rngs)))
 
 
-def _norm_options(config: HybridConfig, policy: DTypePolicy) -> dict[str, Any]:
+def norm_options(config: HybridConfig, policy: DTypePolicy) -> dict[str, Any]:
+    """Options of every `RMSNorm` of a model that is a layer's own."""
     return {"eps": config.norm_eps, "zero_centered": config.zero_centered_norms, "param_dtype": policy.params}
 
 

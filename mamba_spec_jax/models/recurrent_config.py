@@ -7,6 +7,7 @@ from typing import Any
 from mamba_spec_jax.attention.gated_delta import GatedDelta
 from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.attention.recurrence import Recurrence
+from mamba_spec_jax.attention.short_conv import ShortConv
 from mamba_spec_jax.layers.norms import GATES
 
 MAMBA_NORMS = ("gated", "before_gate", "none")
@@ -123,7 +124,33 @@ class GatedDeltaConfig:
         )
 
 
-RecurrentConfig = Mamba2Config | GatedDeltaConfig
+@dataclasses.dataclass(frozen=True)
+class ShortConvConfig:
+    """Short gated convolutions without a recurrence (LFM2; Liquid AI 2025).
+
+    Attributes:
+        channels: C.
+        conv_width: W.
+        bias: whether convolution and projections have biases.
+    """
+
+    channels: int
+    conv_width: int
+    bias: bool = False
+
+    def __post_init__(self):
+        require_positive(self, "channels")
+
+    @property
+    def conv_channels(self) -> int:
+        return self.channels
+
+    def backend(self, **options: Any) -> Recurrence:
+        """The backend that runs them; options as `Recurrence`'s."""
+        return ShortConv(head_dim=self.channels, conv_width=self.conv_width, **options)
+
+
+RecurrentConfig = Mamba2Config | GatedDeltaConfig | ShortConvConfig
 
 
 def require_positive(config: Any, *names: str) -> None:

@@ -28,7 +28,8 @@ def write_family_case(case: family_cases.FamilyCase, folder: pathlib.Path) -> di
         whole = pathlib.Path(scratch)
         AutoModelForCausalLM.from_config(config).save_pretrained(whole)
         with safe_open(whole / "model.safetensors", framework="numpy") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
+            saved = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
+        shapes = as_released(saved)
         drawn = weights.draw_all(shapes, case.seed, case.trained_dt, case.family)
         save_file(drawn, whole / "model.safetensors", metadata={"format": "pt"})
         model = load(whole)
@@ -65,6 +66,14 @@ def write_family_case(case: family_cases.FamilyCase, folder: pathlib.Path) -> di
         "rounding": f"{rounding:.1e}",
         "router gap": f"{gap:.1e}" if np.isfinite(gap) else "-",
         "step error": f"{error:.1e}" + (" (its steps do not clamp)" if clamps else ""),
+    }
+
+
+def as_released(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """transformers saves thirds of a convolution of queries, keys and values; released files, the part of each."""
+    return {
+        name: [shapes[name.replace("_conv1d.", "_proj.")][0], *shape[1:]] if "_conv1d." in name else shape
+        for name, shape in shapes.items()
     }
 
 
