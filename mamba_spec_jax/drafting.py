@@ -8,6 +8,7 @@ from mamba_spec_jax.models.checkpoint import locate, read_json
 from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.heads.checkpoint import load_head
 from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
+from mamba_spec_jax.models.heads.published import load_published_head
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.loading import LoadedModel, load
@@ -41,17 +42,21 @@ def load_drafter(
     """Loads what drafts for a model that was loaded before, from a folder or the Hugging Face hub.
 
     Args:
-        name_or_folder: an EAGLE-3, multi-token-prediction or DFlash checkpoint, or a smaller language model with the
-            same vocabulary.
+        name_or_folder: an EAGLE-3, multi-token-prediction or DFlash checkpoint, a smaller language model with the same
+            vocabulary, or the target's own checkpoint, where that carries a head for multi-token prediction.
         loaded: the target, from `load`.
         max_drafts: most tokens a step; by default 4, and for DFlash what its block holds.
         **options: revision and local_files_only, as for `load`.
 
     Raises:
-        ValueError: as `load_head`, and for more drafts than a DFlash head's block holds.
+        ValueError: as `load_head` and `load_published_head`, and for more drafts than a DFlash head's block holds.
     """
     drafter: Drafter
     folder = locate(name_or_folder, **options)
+    if folder.resolve() == loaded.folder.resolve():
+        head, params = load_published_head(folder, loaded.model, loaded.params)
+        drafter = EagleDrafter(head, _DRAFTS if max_drafts is None else max_drafts)
+        return LoadedDrafter(drafter, params, loaded.model.with_hidden_layers(drafter.hidden_layers))
     hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
     if any(hf.values.get("model_type") == family for family in FAMILIES):
         smaller = load(

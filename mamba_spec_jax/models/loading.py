@@ -157,7 +157,7 @@ def _read_params(
     stored = _stored_names(family, files, folder)
     weights = list(family.weights(model.config))
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    _check(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
+    check_weights(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
     places = place_all(shapes, *where)
     sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in leaves.items()}
     needed = sum(math.prod(share(leaf.shape, places[path])) * leaf.dtype.itemsize for path, leaf in leaves.items())
@@ -171,7 +171,7 @@ def _read_params(
         for weight in weights:
             path, dtype = weight.path, leaves[weight.path].dtype
             if weight.copy_of is None:
-                value = _cast(_read(weight, files, stored, shapes[path]), dtype, weight.name)
+                value = cast_weight(read_weight(weight, files, stored, shapes[path]), dtype, weight.name)
                 loaded[path] = jax.block_until_ready(jax.device_put(value, places[path]))
                 bar.advance(task, sizes[path])
             elif weight.name in stored:
@@ -179,7 +179,8 @@ def _read_params(
     return nnx.from_flat_state([(path, leaf.replace(loaded[".".join(map(str, path))])) for path, leaf in abstract])
 
 
-def _read(weight: Weight, files: WeightFiles, stored: Mapping[str, str], shape: tuple[int, ...]) -> np.ndarray:
+def read_weight(weight: Weight, files: WeightFiles, stored: Mapping[str, str], shape: tuple[int, ...]) -> np.ndarray:
+    """The parameter of `shape` that a weight becomes; `stored` is what the files call each."""
     return weight.to_parameter([files.read(stored[name]) for name in weight.sources(stored)], shape)
 
 
@@ -203,7 +204,7 @@ def _stored_names(family: Family, files: WeightFiles, folder: Path) -> dict[str,
     return stored
 
 
-def _check(
+def check_weights(
     weights: Sequence[Weight],
     shapes: dict[str, tuple[int, ...]],
     found: dict[str, tuple[int, ...]],
@@ -237,7 +238,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+def cast_weight(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """A weight in another dtype; ValueError if that cannot hold it."""
     with np.errstate(over="ignore"):  # refused below, by name
         cast = np.ascontiguousarray(value, dtype)
     if jnp.finfo(dtype).max < jnp.finfo(value.dtype).max and not np.isfinite(cast).all():

@@ -84,6 +84,19 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The head for multi-token prediction that checkpoints of a family may carry, as weights named `mtp.`.
+
+    Attributes:
+        config: the layers of the head, as those of a model, from `config.json` and the target that it describes.
+        weights: every weight of a head with such layers.
+    """
+
+    config: Callable[[HFConfig, HybridConfig], HybridConfig]
+    weights: Callable[[HybridConfig], Iterable[Weight]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """A kind of checkpoint, as its `model_type` names it.
 
@@ -92,12 +105,14 @@ class Family:
         weights: every weight that a checkpoint of that model has.
         renames: pairs (part of an older name, what it is called in `weights`).
         unused: how the names of weights begin that a checkpoint may have and the model has no use for.
+        prediction: the head that its checkpoints may carry, None if that is unknown.
     """
 
     read_config: Callable[[HFConfig], HybridConfig]
     weights: Callable[[HybridConfig], Iterable[Weight]]
     renames: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+    prediction: Prediction | None = None
 
     def canonical(self, name: str) -> str:
         """The name that `weights` uses for a stored weight."""

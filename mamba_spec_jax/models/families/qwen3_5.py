@@ -92,5 +92,6 @@ FAMILY = Family(
     weights=weights,
     renames=(("model.language_model.", "model."),),
     unused=("mtp.", "model.visual."),
+    prediction=qwen3_next.PREDICTION,
 )
 MOE_FAMILY = dataclasses.replace(FAMILY, read_config=read_moe_config)

@@ -1,13 +1,14 @@
 """qwen3_next: gated delta rule and gated attention layers, each with experts, one of them always on behind a gate."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import numpy as np
 
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import pieces
-from mamba_spec_jax.models.families.base import Family, Layout, Weight
+from mamba_spec_jax.models.families.base import Family, Layout, Prediction, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig
 
@@ -53,27 +54,46 @@ def weights(config: HybridConfig) -> Iterator[Weight]:
     yield from layered_weights(config, _in_proj)
 
 
-def layered_weights(config: HybridConfig, in_proj) -> Iterator[Weight]:
+def layered_weights(config: HybridConfig, in_proj: Callable[[str, str, HybridConfig], Weight]) -> Iterator[Weight]:
     """The weights of this family and its successors, which differ in `in_proj(stored, ours, config)`."""
     yield Weight("model.embed_tokens.weight", "embed_tokens.embedding")
     for i, kind in enumerate(config.layer_types):
         stored, ours = f"model.layers.{i}", f"layers.{i}"
-        yield Weight(f"{stored}.input_layernorm.weight", f"{ours}.input_norm.weight")
-        if kind == "attention":
-            yield from pieces.attention(f"{stored}.self_attn", f"{ours}.mixer", config)
-        else:
+        if kind == "gated_delta":
             yield in_proj(f"{stored}.linear_attn", f"{ours}.mixer", config)
             yield from pieces.gated_delta(f"{stored}.linear_attn", f"{ours}.mixer", config)
-        yield Weight(f"{stored}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight")
-        if config.has_experts(i):
-            yield from pieces.linear(f"{stored}.mlp.gate", f"{ours}.moe.router")
-            yield from pieces.experts(f"{stored}.mlp.experts", f"{ours}.moe", config)
-            yield from pieces.gated_mlp(f"{stored}.mlp.shared_expert", f"{ours}.shared_mlp", config)
-            yield from pieces.linear(f"{stored}.mlp.shared_expert_gate", f"{ours}.shared_gate")
-        else:
-            yield from pieces.gated_mlp(f"{stored}.mlp", f"{ours}.shared_mlp", config)
+        yield from _rest_of_layer(stored, ours, config, i)
     yield Weight("model.norm.weight", "norm.weight")
     yield from pieces.output_head("model.embed_tokens.weight", config)
+
+
+def prediction_config(hf: HFConfig, target: HybridConfig) -> HybridConfig:
+    """The head is an attention layer like the target's, with experts if the target has any."""
+    return dataclasses.replace(target, layer_types=("attention",), dense_layers=())
+
+
+def prediction_weights(config: HybridConfig) -> Iterator[Weight]:
+    """Every weight of the head for multi-token prediction."""
+    yield Weight("mtp.pre_fc_norm_embedding.weight", "embedding_norm.weight")
+    yield Weight("mtp.pre_fc_norm_hidden.weight", "hidden_norm.weight")
+    yield from pieces.linear("mtp.fc", "fc")
+    yield from _rest_of_layer("mtp.layers.0", "layers.0", config, 0)
+    yield Weight("mtp.norm.weight", "norm.weight")
+
+
+def _rest_of_layer(stored: str, ours: str, config: HybridConfig, layer_id: int) -> Iterator[Weight]:
+    """Norms, feed-forward part, and attention if the layer attends."""
+    yield Weight(f"{stored}.input_layernorm.weight", f"{ours}.input_norm.weight")
+    if config.layer_types[layer_id] == "attention":
+        yield from pieces.attention(f"{stored}.self_attn", f"{ours}.mixer", config)
+    yield Weight(f"{stored}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight")
+    if config.has_experts(layer_id):
+        yield from pieces.linear(f"{stored}.mlp.gate", f"{ours}.moe.router")
+        yield from pieces.experts(f"{stored}.mlp.experts", f"{ours}.moe", config)
+        yield from pieces.gated_mlp(f"{stored}.mlp.shared_expert", f"{ours}.shared_mlp", config)
+        yield from pieces.linear(f"{stored}.mlp.shared_expert_gate", f"{ours}.shared_gate")
+    else:
+        yield from pieces.gated_mlp(f"{stored}.mlp", f"{ours}.shared_mlp", config)
 
 
 def _in_proj(stored: str, ours: str, config: HybridConfig) -> Weight:
@@ -106,4 +126,5 @@ def _dense_layers(hf: HFConfig, layers: int) -> tuple[int, ...]:
     return tuple(i for i in range(layers) if i in alone or (i + 1) % step)
 
 
-FAMILY = Family(read_config=read_config, weights=weights, unused=("mtp.",))
+PREDICTION = Prediction(config=prediction_config, weights=prediction_weights)
+FAMILY = Family(read_config=read_config, weights=weights, unused=("mtp.",), prediction=PREDICTION)
