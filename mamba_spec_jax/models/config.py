@@ -8,6 +8,7 @@ from mamba_spec_jax.layers.mlp import ACTIVATIONS
 from mamba_spec_jax.layers.routing import SigmoidRouting
 from mamba_spec_jax.models.recurrent_config import (
     GatedDeltaConfig,
+    Mamba1Config,
     Mamba2Config,
     RecurrentConfig,
     ShortConvConfig,
@@ -23,9 +24,10 @@ _RECURS = {
     "parallel": Mamba2Config,
     "shared": Mamba2Config,
     "gated_delta": GatedDeltaConfig,
+    "mamba1": Mamba1Config,
     "short_conv": ShortConvConfig,
 }
-LAYER_TYPES = (*_RECURS, "attention", "mlp", "moe")
+LAYER_TYPES = ("mamba", "attention", "parallel", "shared", "mlp", "moe", "gated_delta", "mamba1", "short_conv")
 ATTENTION_NORMS = ("none", "head", "all")
 
 
@@ -90,10 +92,10 @@ class HybridConfig:
         model_type: the family, as checkpoints name it.
         vocab_size: V.
         hidden_size: D.
-        layer_types: what each layer is. Layers that mix tokens: "mamba", "gated_delta", "short_conv", "attention",
-            "parallel" ("mamba" and "attention" on the same input, summed), "shared" ("mamba", which also hears one of
-            `shared_blocks`). Layers that do not: "mlp" (a dense feed-forward part), "moe" (routed experts, and a dense
-            part if it has a width).
+        layer_types: what each layer is. Layers that mix tokens: "mamba", "gated_delta", "mamba1", "short_conv",
+            "attention", "parallel" ("mamba" and "attention" on the same input, summed), "shared" ("mamba", which also
+            hears one of `shared_blocks`). Layers that do not: "mlp" (a dense feed-forward part), "moe" (routed experts,
+            and a dense part if it has a width).
         separate_feed_forward: layers that mix tokens have no feed-forward part; else each ends in a dense part, with
             experts beside it if there are any.
         num_attention_heads, num_key_value_heads, head_dim: Hq, Hkv, Dh.

@@ -16,6 +16,7 @@ from mamba_spec_jax.layers.norms import RMSNorm
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.gated_delta import GatedDeltaMixer
 from mamba_spec_jax.models.latent_attention import LatentAttention
+from mamba_spec_jax.models.mamba1 import Mamba1Mixer
 from mamba_spec_jax.models.mixers import Attention, Mamba2Mixer, Mixed, ParallelMixer
 from mamba_spec_jax.models.shared import SharedBlock, SharedUse
 from mamba_spec_jax.models.short_conv import ShortConvMixer
@@ -24,6 +25,7 @@ from mamba_spec_jax.modes import DTypePolicy
 _MIXERS = {
     "mamba": Mamba2Mixer,
     "gated_delta": GatedDeltaMixer,
+    "mamba1": Mamba1Mixer,
     "short_conv": ShortConvMixer,
     "attention": Attention,
     "parallel": ParallelMixer,

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from mamba_spec_jax.attention.gated_delta import GatedDelta
+from mamba_spec_jax.attention.mamba1 import Mamba1
 from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.attention.short_conv import ShortConv
@@ -150,7 +151,37 @@ class ShortConvConfig:
         return ShortConv(head_dim=self.channels, conv_width=self.conv_width, **options)
 
 
-RecurrentConfig = Mamba2Config | GatedDeltaConfig | ShortConvConfig
+@dataclasses.dataclass(frozen=True)
+class Mamba1Config:
+    """Mamba-1 layers (Gu and Dao 2023) whose dt, B and C are normed (Jamba; Lieber et al. 2024).
+
+    Attributes:
+        channels, state: C, N.
+        conv_width: W.
+        rank: of the projection to dt.
+        conv_bias, proj_bias: whether the convolution, and the projections in and out, have biases.
+    """
+
+    channels: int
+    state: int
+    conv_width: int
+    rank: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+    def __post_init__(self):
+        require_positive(self, "channels", "state", "rank")
+
+    @property
+    def conv_channels(self) -> int:
+        return self.channels
+
+    def backend(self, **options: Any) -> Recurrence:
+        """The backend that runs them; options as `Recurrence`'s."""
+        return Mamba1(head_dim=self.channels, state=self.state, conv_width=self.conv_width, **options)
+
+
+RecurrentConfig = Mamba2Config | GatedDeltaConfig | Mamba1Config | ShortConvConfig
 
 
 def require_positive(config: Any, *names: str) -> None:

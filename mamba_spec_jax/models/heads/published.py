@@ -46,8 +46,8 @@ class PublishedConfig(HeadConfig):
 class PublishedPrediction(nnx.Module):
     """The head's own weights, and the target's final norm, which what it reads of the target has gone through."""
 
-    def __init__(self, config: PublishedConfig, policy: DTypePolicy, rngs: nnx.Rngs):
-        layers, D = config.layers, config.hidden_size
+    def __init__(self, config: HeadConfig, policy: DTypePolicy, rngs: nnx.Rngs):
+        layers, D = cast(PublishedConfig, config).layers, config.hidden_size
         norm = norm_options(layers, policy)
         self.target_norm = RMSNorm(D, **norm)
         self.embedding_norm = RMSNorm(D, **norm)
@@ -67,8 +67,9 @@ class PublishedPrediction(nnx.Module):
         x = self.fc(jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1))
         x = x.astype(jnp.float32) if self.residual_in_fp32 else x
         cache: Any = kv
+        backend: Any = attention
         for layer in self.layers:
-            x, cache, _ = layer(x, attention, cache, None, batch)
+            x, cache, _ = layer(x, backend, cache, None, batch)
         return self.norm(x).astype(embedded.dtype), cache
 
     def logits(self, hidden: Hidden, output: Array) -> Array:

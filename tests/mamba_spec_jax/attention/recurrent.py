@@ -15,8 +15,10 @@ from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.attention.gated_delta import GatedDelta, GatedDeltaWeights
 from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
+from mamba_spec_jax.attention.mamba1 import Mamba1, Mamba1Inputs, Mamba1Weights
 from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Weights
 from mamba_spec_jax.attention.recurrence import Recurrence
+from mamba_spec_jax.attention.short_conv import ShortConv, ShortConvWeights
 from mamba_spec_jax.cache.pools import HybridCache, MambaPool, PoolSpec, advance_lengths
 from mamba_spec_jax.cache.slots import reset_slots
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode, ReplayRing, SpeculativeMode
@@ -46,6 +48,8 @@ def assert_same_bits(actual, expected, message="") -> None:
 KINDS: dict[str, tuple[type[Recurrence], dict[str, Any]]] = {
     "mamba2": (Mamba2, {"heads": 3, "head_dim": 5, "state": 9, "groups": 1, "conv_width": 4, "chunk_size": 4}),
     "gated_delta": (GatedDelta, {"heads": 6, "head_dim": 5, "state": 7, "key_heads": 2, "conv_width": 4}),
+    "mamba1": (Mamba1, {"head_dim": 7, "state": 5, "conv_width": 4}),
+    "short_conv": (ShortConv, {"head_dim": 7, "conv_width": 4}),
 }
 
 
@@ -91,6 +95,10 @@ def make_weights(backend: HybridLinearAttnBackend, seed: int = 0, dtype="float32
         if isinstance(linear, GatedDelta):
             dt_bias = draw(H, linear.state) if linear.channel_decay else draw(H)
             return GatedDeltaWeights(**conv, dt_bias=dt_bias, A_log=draw(H))
+        if isinstance(linear, Mamba1):
+            return Mamba1Weights(**conv, A_log=draw(C, linear.state), D=draw(C))
+        if isinstance(linear, ShortConv):
+            return ShortConvWeights(**conv)
         return Mamba2Weights(**conv, dt_bias=draw(H), A_log=draw(H), D=draw(H))
 
     return tuple(layer() for _ in range(backend.num_layers))
@@ -101,9 +109,12 @@ def make_inputs(backend: HybridLinearAttnBackend, rows: int, tokens: int, seed: 
     rng, linear = np.random.default_rng(seed), backend.linear
     shapes: tuple[tuple[int, ...], ...] = (linear.conv_channels,), (linear.heads,)
     if isinstance(linear, GatedDelta):
-        shapes += ((linear.heads,),)
-        if linear.channel_decay:
-            shapes = shapes[0], (linear.heads, linear.state), shapes[2]
+        a = (linear.heads, linear.state) if linear.channel_decay else (linear.heads,)
+        shapes = (linear.conv_channels,), a, (linear.heads,)
+    elif isinstance(linear, Mamba1):
+        shapes = (linear.conv_channels,), (linear.conv_channels,), (linear.state,), (linear.state,)
+    elif isinstance(linear, ShortConv):
+        shapes = ((linear.conv_channels,),)
     drawn = (rng.normal(size=(backend.num_layers, rows, tokens, *shape)) for shape in shapes)
     return tuple(np.array(jnp.asarray(leaf, dtype)) for leaf in drawn)
 
@@ -121,6 +132,14 @@ def poisoned_cache(backend: HybridLinearAttnBackend, slots: int = SLOTS) -> Hybr
     return dataclasses.replace(cache, mamba=jax.tree.map(poison, cache.mamba), lengths=lengths)
 
 
+def layer_inputs(linear: Recurrence, leaves, weights):
+    """What a layer hands to its backend; Mamba-1's parameters are not made of the convolution's outputs here."""
+    if isinstance(linear, Mamba1):
+        x, dt, B, C = leaves
+        return Mamba1Inputs(x, weights, lambda mixed: (jnp.abs(dt).astype(jnp.float32), B, C))
+    return linear.inputs_type(*leaves, weights)
+
+
 @functools.partial(jax.jit, static_argnames=("backend", "mode"))
 def forward(backend, mode: ForwardMode, cache, weights, slots, num_tokens, *leaves, parents=None):
     """One pass over all layers: outputs `[L, B, T, H, P]`, the cache, and the record of a pass that defers state."""
@@ -128,7 +147,7 @@ def forward(backend, mode: ForwardMode, cache, weights, slots, num_tokens, *leav
     record = backend.init_record(batch)
     outputs = []
     for layer in range(backend.num_layers):
-        inputs = backend.linear.inputs_type(*(leaf[layer] for leaf in leaves), weights[layer])
+        inputs = layer_inputs(backend.linear, [leaf[layer] for leaf in leaves], weights[layer])
         y, cache, record = backend.forward(layer, inputs, cache, record, batch)
         outputs.append(y)
     if record is None:

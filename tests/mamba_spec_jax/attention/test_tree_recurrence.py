@@ -40,6 +40,7 @@ CASES = {
     "float32": {"heads": 4, "groups": 2, "conv_width": 5, "dt_limits": (0.3, 0.9)},
     "bfloat16": {"ssm_dtype": "bfloat16", "conv_dtype": "bfloat16", "activations": "bfloat16", "conv_width": 3},
     "float16": {"ssm_dtype": "float16", "conv_dtype": "float16", "activations": "float16"},
+    "mamba1": {"kind": "mamba1"},
     "decay per channel": {"kind": "gated_delta", "channel_decay": True, "heads": 2, "ssm_dtype": "bfloat16"},
 }
 
@@ -155,7 +156,8 @@ counts = st.lists(st.sampled_from([T, T, 4, 1, 0]), min_size=B, max_size=B).map(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "case"), [(SNAPSHOT, "float16"), (REPLAY, "float32"), (REPLAY, "decay per channel")]
+    ("strategy", "case"),
+    [(SNAPSHOT, "float16"), (REPLAY, "float32"), (REPLAY, "decay per channel"), (SNAPSHOT, "mamba1")],
 )
 @settings(max_examples=6)
 @given(parents=trees(B, T), num_tokens=counts)
