@@ -8,6 +8,7 @@ from mamba_spec_jax.models.checkpoint import locate, read_json
 from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.heads.checkpoint import load_head
 from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
+from mamba_spec_jax.models.heads.published import load_published_head
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.loading import LoadedModel, load
@@ -15,7 +16,7 @@ from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
 from mamba_spec_jax.speculative.drafters.draft_model import DraftModelDrafter
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter
 from mamba_spec_jax.speculative.drafters.eagle_tree import EagleTreeDrafter
-from mamba_spec_jax.speculative.protocol import Drafter
+from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Drafter
 
 _DRAFTS = 4  # tokens a step, where the checkpoint does not say
 
@@ -47,20 +48,24 @@ def load_drafter(
     """Loads what drafts for a model that was loaded before, from a folder or the Hugging Face hub.
 
     Args:
-        name_or_folder: an EAGLE-3, multi-token-prediction or DFlash checkpoint, or a smaller language model with the
-            same vocabulary.
+        name_or_folder: an EAGLE-3, multi-token-prediction or DFlash checkpoint, a smaller language model with the same
+            vocabulary, or the target's own checkpoint, where that carries a head for multi-token prediction.
         loaded: the target, from `load`.
         max_drafts: most tokens a step; by default 4, and for DFlash what its block holds. Of a tree, its levels.
         tree: nodes of a draft tree, for a head that is run on; None drafts a chain.
         **options: revision and local_files_only, as for `load`.
 
     Raises:
-        ValueError: as `load_head`, for more drafts than a DFlash head's block holds, and for a tree of what cannot
-            draft one.
+        ValueError: as `load_head` and `load_published_head`, for more drafts than a DFlash head's block holds, and for
+            a tree of what cannot draft one.
     """
     drafter: Drafter
     levels = _DRAFTS if max_drafts is None else max_drafts
     folder = locate(name_or_folder, **options)
+    if folder.resolve() == loaded.folder.resolve():
+        head, params = load_published_head(folder, loaded.model, loaded.params)
+        drafter = _run_on(head, levels, tree)
+        return LoadedDrafter(drafter, params, loaded.model.with_hidden_layers(drafter.hidden_layers))
     hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
     if any(hf.values.get("model_type") == family for family in FAMILIES):
         smaller = load(folder, policy=loaded.model.policy, speculative_mode=loaded.model.backend.speculative_mode)
@@ -77,10 +82,12 @@ def load_drafter(
         if max_drafts is not None and max_drafts > most:
             raise ValueError(f"max_drafts is {max_drafts}, but this DFlash head fills blocks of {most} drafts at most")
         drafter = DFlashDrafter(found.head, most if max_drafts is None else max_drafts, mask)
-    elif isinstance(found.head, EagleHead) and tree is not None:
-        drafter = EagleTreeDrafter(found.head, tree, depth=levels)
     elif isinstance(found.head, EagleHead):
-        drafter = EagleDrafter(found.head, levels)
+        drafter = _run_on(found.head, levels, tree)
     else:
         raise ValueError(f"{name_or_folder} holds a {type(found.head).__name__}, for which there is no drafter")
     return LoadedDrafter(drafter, found.params, loaded.model.with_hidden_layers(drafter.hidden_layers))
+
+
+def _run_on(head: AutoregressiveHead, levels: int, tree: int | None) -> Drafter:
+    return EagleDrafter(head, levels) if tree is None else EagleTreeDrafter(head, tree, depth=levels)

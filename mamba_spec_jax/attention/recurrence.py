@@ -43,6 +43,7 @@ class Recurrence(abc.ABC):
     implementation: Implementation | None = None
 
     inputs_type: ClassVar[type]
+    conv_activation: ClassVar[str | None] = "silu"
 
     def __post_init__(self):
         if self.strategy is CommitStrategy.AUTO:
@@ -135,6 +136,7 @@ class Recurrence(abc.ABC):
             num_tokens=batch.num_tokens if record is None else None,
             conv_inputs=None if record is None else record.conv_inputs,
             parents=batch.parents,
+            activation=self.conv_activation,
             implementation=self.implementation,
         )
         if batch.parents is not None:  # a padding node has a weight of zero among other branches, if it is finite
@@ -154,10 +156,11 @@ class Recurrence(abc.ABC):
     ) -> MambaPool:
         """Brings the live slots to node `steps[b]` and the tracked slots to node `track_steps[b]`; negative: none."""
         ring = pool.ring
+        scatters = ring is None and self.state > 0
         ssm, conv = state_commit(
-            pool.ssm if ring is None else (),
+            pool.ssm if scatters else (),
             pool.conv,
-            record.recurrent if ring is None else (),
+            record.recurrent if scatters else (),
             record.conv_inputs,
             record.slots,
             steps,
@@ -167,7 +170,7 @@ class Recurrence(abc.ABC):
             implementation=self.implementation,
         )
         if ring is None:
-            return dataclasses.replace(pool, ssm=ssm, conv=conv)
+            return dataclasses.replace(pool, ssm=ssm if scatters else pool.ssm, conv=conv)
         pool = dataclasses.replace(pool, conv=conv, constants=record.recurrent)
         folded = self._folds(ring, record.slots, record.conv_inputs.shape[2])
         if track_slots is not None and track_steps is not None:

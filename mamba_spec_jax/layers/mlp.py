@@ -71,7 +71,7 @@ class SparseMoE(nnx.Module):
 
     def __init__(
         self, size: int, intermediate: int, experts: int, top_k: int, *, gated: bool = True, activation: str = "silu",
-        routing: SigmoidRouting | None = None, latent: int = 0, bias: bool = False,
+        routing: SigmoidRouting | None = None, over_chosen: bool = True, latent: int = 0, bias: bool = False,
         dtype, param_dtype, rngs: nnx.Rngs,
     ):  # fmt: skip
         if not 0 < top_k <= experts:
@@ -82,7 +82,7 @@ class SparseMoE(nnx.Module):
         self.dtype = dtype
         dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.router: SoftmaxRouter | SigmoidRouter = (
-            SoftmaxRouter(size, experts, **dtypes)
+            SoftmaxRouter(size, experts, over_chosen=over_chosen, **dtypes)
             if routing is None
             else SigmoidRouter(size, experts, routing, rngs=rngs)
         )

@@ -1,44 +1,60 @@
 """Root-mean-square norms, computed in float32."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mamba_spec_jax.array_types import Array
 
+GATES: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+
 
 class RMSNorm(nnx.Module):
-    """`weight * x / rms(x)` over the last axis (Zhang and Sennrich 2019)."""
+    """`weight * x / rms(x)` over the last axis (Zhang and Sennrich 2019).
 
-    def __init__(self, size: int, *, eps: float, param_dtype):
-        self.weight = nnx.Param(jnp.ones((size,), param_dtype))
+    With `zero_centered` it is `(1 + weight) * x / rms(x)`, multiplied in float32.
+    """
+
+    def __init__(self, size: int, *, eps: float, zero_centered: bool = False, param_dtype):
+        self.weight = nnx.Param((jnp.zeros if zero_centered else jnp.ones)((size,), param_dtype))
         self.eps = eps
+        self.zero_centered = zero_centered
 
     def __call__(self, x: Array) -> Array:
         normed = _unit_rms(x.astype(jnp.float32), self.eps)
+        if self.zero_centered:
+            return ((1 + self.weight[...].astype(jnp.float32)) * normed).astype(x.dtype)
         return self.weight[...].astype(x.dtype) * normed.astype(x.dtype)
 
 
 class GatedRMSNorm(nnx.Module):
     """Mamba-2's norm: `weight * (x silu(z)) / rms(x silu(z))`, the rms taken within each of `groups` groups.
 
-    With `before_gate` it is `weight * x / rms(x) * silu(z)`.
+    With `before_gate` it is `weight * x / rms(x) * silu(z)`. The gate's activation is one of `GATES`.
     """
 
-    def __init__(self, size: int, *, groups: int, eps: float, before_gate: bool = False, param_dtype):
+    def __init__(
+        self, size: int, *, groups: int = 1, eps: float, before_gate: bool = False, gate: str = "silu", param_dtype
+    ):
         if size % groups:
             raise ValueError(f"GatedRMSNorm of size {size} cannot be split into {groups} equal groups")
         self.weight = nnx.Param(jnp.ones((size,), param_dtype))
         self.groups = groups
         self.eps = eps
         self.before_gate = before_gate
+        self.gate = gate
 
     def __call__(self, x: Array, gate: Array) -> Array:
         if self.before_gate:
             normed = self._norm(x.astype(jnp.float32)) * self.weight[...].astype(jnp.float32)
-            return (normed * _silu(gate)).astype(x.dtype)
-        gated = x.astype(jnp.float32) * _silu(gate)
+            return (normed * self._activated(gate)).astype(x.dtype)
+        gated = x.astype(jnp.float32) * self._activated(gate)
         return self.weight[...] * self._norm(gated).astype(x.dtype)
+
+    def _activated(self, gate: Array) -> Array:
+        return GATES[self.gate](gate.astype(jnp.float32))
 
     def _norm(self, x: Array) -> Array:
         return _unit_rms(x.reshape(*x.shape[:-1], self.groups, -1), self.eps).reshape(x.shape)
@@ -46,11 +62,7 @@ class GatedRMSNorm(nnx.Module):
 
 def apply_gate(x: Array, gate: Array) -> Array:
     """`x silu(z)`, for mixers without a norm."""
-    return (x.astype(jnp.float32) * _silu(gate)).astype(x.dtype)
-
-
-def _silu(gate: Array) -> Array:
-    return jax.nn.silu(gate.astype(jnp.float32))
+    return (x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 def _unit_rms(x: Array, eps: float) -> Array:

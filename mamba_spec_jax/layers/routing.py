@@ -31,15 +31,19 @@ class SigmoidRouting:
 
 
 class SoftmaxRouter(nnx.Linear):
-    """The experts with the greatest logits, weighted by the softmax over those."""
+    """The experts with the greatest logits, weighted by the softmax over those, or over all."""
 
-    def __init__(self, size: int, experts: int, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, size: int, experts: int, *, over_chosen: bool = True, dtype, param_dtype, rngs: nnx.Rngs):
         super().__init__(size, experts, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.over_chosen = over_chosen
 
     def route(self, tokens: Float[Array, "n D"], top_k: int) -> tuple[Float[Array, "n k"], Int32[Array, "n k"]]:
         """Weights in float32 and experts, of each token."""
-        logits, experts = jax.lax.top_k(self(tokens).astype(jnp.float32), top_k)
-        return jax.nn.softmax(logits, axis=-1), experts
+        logits = self(tokens).astype(jnp.float32)
+        chosen, experts = jax.lax.top_k(logits, top_k)
+        if self.over_chosen:
+            return jax.nn.softmax(chosen, axis=-1), experts
+        return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), experts, axis=-1), experts
 
 
 class SigmoidRouter(nnx.Module):

@@ -24,6 +24,7 @@ from mamba_spec_jax.models.families.base import Family, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.placement import Rules, place_all, share
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ReplayRing, SpeculativeMode
 from pallas_kernels.dispatch import Implementation
 
@@ -114,6 +115,8 @@ def load(
     folder = locate(name_or_folder, **found)
     family, config = _read_config(folder)
     if time_step_limit is not None:
+        if not isinstance(config.recurrent, Mamba2Config):
+            raise ValueError(f"load got a time_step_limit, but {folder} has no Mamba-2 layers: leave it out")
         recurrent = dataclasses.replace(config.recurrent, time_step_limit=time_step_limit)
         config = dataclasses.replace(config, recurrent=recurrent)
     model = HybridModel.create(
@@ -176,7 +179,7 @@ def _read_params(
     stored = _stored_names(family, files, folder)
     weights = list(family.weights(model.config))
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    _check(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
+    check_weights(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
     places = place_all(shapes, *where)
     sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in leaves.items()}
     needed = sum(math.prod(share(leaf.shape, places[path])) * leaf.dtype.itemsize for path, leaf in leaves.items())
@@ -190,7 +193,7 @@ def _read_params(
         for weight in weights:
             path = weight.path
             if weight.copy_of is None:
-                value = _read(weight, files, stored, leaves[path])
+                value = read_weight(weight, files, stored, leaves[path])
                 loaded[path] = jax.block_until_ready(jax.device_put(value, places[path]))
                 del value
                 bar.advance(task, sizes[path])
@@ -199,10 +202,10 @@ def _read_params(
     return nnx.from_flat_state([(path, leaf.replace(loaded[".".join(map(str, path))])) for path, leaf in abstract])
 
 
-def _read(weight: Weight, files: WeightFiles, stored: Mapping[str, str], leaf: Any) -> np.ndarray:
-    """A parameter of the shape and dtype of `leaf`, on the host."""
+def read_weight(weight: Weight, files: WeightFiles, stored: Mapping[str, str], leaf: Any) -> np.ndarray:
+    """A parameter of the shape and dtype of `leaf`, on the host; `stored` is what the files call each weight."""
     sources = [files.read(stored[name]) for name in weight.sources(stored)]
-    return _cast(weight.to_parameter(sources, leaf.shape), leaf.dtype, weight.name)
+    return cast_weight(weight.to_parameter(sources, leaf.shape), leaf.dtype, weight.name)
 
 
 def _progress_bar(wanted: bool | None) -> Progress:
@@ -225,7 +228,7 @@ def _stored_names(family: Family, files: WeightFiles, folder: Path) -> dict[str,
     return stored
 
 
-def _check(
+def check_weights(
     weights: Sequence[Weight],
     shapes: dict[str, tuple[int, ...]],
     found: dict[str, tuple[int, ...]],
@@ -233,7 +236,7 @@ def _check(
 ) -> None:
     """Raises ValueError naming every kind of difference between the weights a model needs and those found."""
     expected = {
-        name: weight.source_shape(shapes[weight.path], found) for weight in weights for name in weight.sources(found)
+        name: shape for weight in weights for name, shape in weight.source_shapes(shapes[weight.path], found).items()
     }
     copies = {weight.name for weight in weights if weight.copy_of is not None}
     missing = [name for name in expected if name not in found and name not in copies]
@@ -259,7 +262,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+def cast_weight(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """A weight in another dtype; ValueError if that cannot hold it."""
     with np.errstate(over="ignore"):  # refused below, by name
         cast = np.ascontiguousarray(value, dtype)
     if jnp.finfo(dtype).max < jnp.finfo(value.dtype).max and not np.isfinite(cast).all():

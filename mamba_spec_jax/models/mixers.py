@@ -1,7 +1,9 @@
 """The token mixers of a hybrid layer: projections around what the backend computes over the cache."""
 
 import functools
+from typing import cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -11,17 +13,22 @@ from mamba_spec_jax.attention.base import AttentionBackend, AttentionInputs, For
 from mamba_spec_jax.attention.mamba2 import Mamba2Inputs, Mamba2Weights
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import VerifyRecord
-from mamba_spec_jax.layers.norms import GatedRMSNorm, apply_gate
+from mamba_spec_jax.layers.norms import GatedRMSNorm, RMSNorm, apply_gate
 from mamba_spec_jax.layers.projections import LowRank, scaled
 from mamba_spec_jax.layers.rotary import apply_rotary
 from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.recurrent_config import Mamba2Config
 from mamba_spec_jax.modes import DTypePolicy
 
 Mixed = tuple[Hidden, HybridCache, VerifyRecord | None]
 
 
 class Attention(nnx.Module):
-    """Full attention with grouped queries; reads D dims, or `input_size`."""
+    """Full attention with grouped queries; reads D dims, or `input_size`.
+
+    Gated attention (Qwen3-Next) projects to twice as many queries, of which every head's second half gates what it
+    gives.
+    """
 
     def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs, input_size: int | None = None):
         self.head_dim = config.head_dim
@@ -35,10 +42,17 @@ class Attention(nnx.Module):
         size = input_size or config.hidden_size
         query_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = linear(size, query_size)
+        self.gated = config.attention_gated
+        self.q_proj = linear(size, (1 + self.gated) * query_size)
         self.k_proj = linear(size, kv_size)
         self.v_proj = linear(size, kv_size)
         self.o_proj = linear(query_size, config.hidden_size)
+        self.norms_heads = config.attention_norm == "head"
+        norm = functools.partial(
+            RMSNorm, eps=config.norm_eps, zero_centered=config.zero_centered_norms, param_dtype=policy.params
+        )
+        widths = (self.head_dim, self.head_dim) if self.norms_heads else (query_size, kv_size)
+        self.q_norm, self.k_norm = (None if config.attention_norm == "none" else norm(width) for width in widths)
 
     def __call__(
         self, layer_id: int, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None,
@@ -47,44 +61,58 @@ class Attention(nnx.Module):
         """`adapters` add to queries, keys and values: a layer's own part in weights that it shares."""
         x = scaled(x, self.in_multiplier)
         query, key, value = (
-            (projection(x) if adapter is None else projection(x) + adapter(x)).reshape(*x.shape[:2], -1, self.head_dim)
+            projection(x) if adapter is None else projection(x) + adapter(x)
             for projection, adapter in zip((self.q_proj, self.k_proj, self.v_proj), adapters, strict=True)
         )
+        gate = None
+        if self.gated:
+            query, gate = jnp.split(query.reshape(*x.shape[:2], -1, 2 * self.head_dim), 2, axis=-1)
+        query, key = self._heads(query, self.q_norm), self._heads(key, self.k_norm)
+        value = self._heads(value, None)
         if self.rope_theta is not None:
             query = apply_rotary(query, batch.positions, self.rope_theta, self.rotary_dim)
             key = apply_rotary(key, batch.positions, self.rope_theta, self.rotary_dim)
         mixed, cache, record = backend.forward(layer_id, AttentionInputs(query, key, value), cache, record, batch)
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(gate)
         return scaled(self.o_proj(mixed.reshape(*x.shape[:2], -1)), self.out_multiplier), cache, record
+
+    def _heads(self, x: Array, norm: RMSNorm | None) -> Array:
+        if norm is not None and not self.norms_heads:
+            x = norm(x)
+        x = x.reshape(*x.shape[:2], -1, self.head_dim)
+        return norm(x) if norm is not None and self.norms_heads else x
 
 
 class Mamba2Mixer(nnx.Module):
     """Mamba-2: one projection in, convolution and recurrence in the backend, gated norm, one projection out."""
 
     def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
-        self.inner = config.recurrent.inner
-        self.conv_channels = config.recurrent.conv_channels
+        mamba = cast(Mamba2Config, config.recurrent)  # the configuration has checked it
+        self.inner = mamba.inner
+        self.conv_channels = mamba.conv_channels
         self.multipliers = config.multipliers
         linear = functools.partial(nnx.Linear, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
-        H, C = config.recurrent.heads, config.recurrent.conv_channels
-        BC = config.recurrent.groups * config.recurrent.state
+        H, C = mamba.heads, mamba.conv_channels
+        BC = mamba.groups * mamba.state
         self.parts = (self.inner, self.inner, BC, BC, H)  # z, x, B, C, dt
-        self.in_proj = linear(config.hidden_size, self.inner + C + H, use_bias=config.recurrent.proj_bias)
-        self.out_proj = linear(self.inner, config.hidden_size, use_bias=config.recurrent.out_bias)
+        self.in_proj = linear(config.hidden_size, self.inner + C + H, use_bias=mamba.proj_bias)
+        self.out_proj = linear(self.inner, config.hidden_size, use_bias=mamba.out_bias)
         init = nnx.initializers.lecun_normal()
-        self.conv_weight = nnx.Param(init(rngs.params(), (config.recurrent.conv_width, C), policy.params))
-        self.conv_bias = nnx.Param(jnp.zeros((C,), policy.params)) if config.recurrent.conv_bias else None
+        self.conv_weight = nnx.Param(init(rngs.params(), (mamba.conv_width, C), policy.params))
+        self.conv_bias = nnx.Param(jnp.zeros((C,), policy.params)) if mamba.conv_bias else None
         self.dt_bias = nnx.Param(jnp.ones((H,), policy.params))
         self.A_log = nnx.Param(jnp.log(jnp.arange(1, H + 1, dtype=jnp.float32)).astype(policy.params))
         self.D = nnx.Param(jnp.ones((H,), policy.params))
         self.norm = (
             GatedRMSNorm(
                 self.inner,
-                groups=config.recurrent.groups,
-                eps=config.norm_eps if config.recurrent.norm_eps is None else config.recurrent.norm_eps,
-                before_gate=config.recurrent.norm == "before_gate",
+                groups=mamba.groups,
+                eps=config.norm_eps if mamba.norm_eps is None else mamba.norm_eps,
+                before_gate=mamba.norm == "before_gate",
                 param_dtype=policy.params,
             )
-            if config.recurrent.norm != "none"
+            if mamba.norm != "none"
             else None
         )
 

@@ -14,11 +14,23 @@ from mamba_spec_jax.cache.records import VerifyRecord
 from mamba_spec_jax.layers.mlp import MLP, GatedMLP, SparseMoE
 from mamba_spec_jax.layers.norms import RMSNorm
 from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.gated_delta import GatedDeltaMixer
+from mamba_spec_jax.models.latent_attention import LatentAttention
+from mamba_spec_jax.models.mamba1 import Mamba1Mixer
 from mamba_spec_jax.models.mixers import Attention, Mamba2Mixer, Mixed, ParallelMixer
 from mamba_spec_jax.models.shared import SharedBlock, SharedUse
+from mamba_spec_jax.models.short_conv import ShortConvMixer
 from mamba_spec_jax.modes import DTypePolicy
 
-_MIXERS = {"mamba": Mamba2Mixer, "attention": Attention, "parallel": ParallelMixer, "shared": Mamba2Mixer}
+_MIXERS = {
+    "mamba": Mamba2Mixer,
+    "gated_delta": GatedDeltaMixer,
+    "mamba1": Mamba1Mixer,
+    "short_conv": ShortConvMixer,
+    "attention": Attention,
+    "parallel": ParallelMixer,
+    "shared": Mamba2Mixer,
+}
 
 
 class HybridLayer(nnx.Module):
@@ -32,10 +44,12 @@ class HybridLayer(nnx.Module):
         mixes = kind in _MIXERS
         width, routes = config.dense_width(layer_id), config.has_experts(layer_id)
         dtypes: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
-        norm: dict[str, Any] = {"eps": config.norm_eps, "param_dtype": policy.params}
+        norm: dict[str, Any] = norm_options(config, policy)
+        self.norms_output = kind == "attention" and config.attention_norms_output
         self.shared = SharedUse(config, layer_id, policy, rngs) if kind == "shared" else None
         self.input_norm: Any = RMSNorm(D, **norm) if mixes else None
-        self.mixer: Any = _MIXERS[kind](config, policy, rngs) if mixes else None
+        mixer: Any = LatentAttention if kind == "attention" and config.latent else _MIXERS.get(kind)
+        self.mixer: Any = mixer(config, policy, rngs) if mixes else None
         self.mlp_norm: Any = RMSNorm(D, **norm) if width or routes else None
         self.shared_mlp: Any = _dense(config, width, dtypes) if width else None
         self.moe = (
@@ -47,6 +61,7 @@ class HybridLayer(nnx.Module):
                 gated=config.mlp_gated,
                 activation=config.mlp_activation,
                 routing=config.sigmoid_routing,
+                over_chosen=config.softmax_over_chosen,
                 latent=config.expert_latent_size,
                 bias=config.mlp_bias,
                 **dtypes,
@@ -54,6 +69,8 @@ class HybridLayer(nnx.Module):
             if routes
             else None
         )
+        gates_shared = config.shared_gated and width and routes
+        self.shared_gate = nnx.Linear(D, 1, use_bias=False, **dtypes) if gates_shared else None
 
     def __call__(
         self, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None,
@@ -61,18 +78,30 @@ class HybridLayer(nnx.Module):
     ) -> Mixed:  # fmt: skip
         """`heard` is added to what the mixer reads, but not to the residual stream."""
         if self.mixer is not None:
-            normed = self.input_norm((x if heard is None else x + heard.astype(x.dtype)).astype(self.dtype))
-            mixed, cache, record = self.mixer(self.layer_id, normed, backend, cache, record, batch)
-            x = x + (mixed * self.residual_multiplier).astype(x.dtype)
+            read = self._before(self.input_norm, x if heard is None else x + heard.astype(x.dtype))
+            mixed, cache, record = self.mixer(self.layer_id, read, backend, cache, record, batch)
+            x = x + self._after(self.input_norm, mixed).astype(x.dtype)
         if self.mlp_norm is not None:
-            expanded = self._feed_forward(self.mlp_norm(x.astype(self.dtype)))
-            x = x + (expanded * self.residual_multiplier).astype(x.dtype)
+            expanded = self._feed_forward(self._before(self.mlp_norm, x))
+            x = x + self._after(self.mlp_norm, expanded).astype(x.dtype)
         return x, cache, record
+
+    def _before(self, norm: RMSNorm, x: Hidden) -> Hidden:
+        x = x.astype(self.dtype)
+        return x if self.norms_output else norm(x)
+
+    def _after(self, norm: RMSNorm, given: Hidden) -> Hidden:
+        return (norm(given) if self.norms_output else given) * self.residual_multiplier
 
     def _feed_forward(self, normed: Hidden) -> Hidden:
         if self.moe is None:
             return self.shared_mlp(normed)
-        return self.moe(normed) + self.shared_mlp(normed) if self.shared_mlp is not None else self.moe(normed)
+        if self.shared_mlp is None:
+            return self.moe(normed)
+        dense = self.shared_mlp(normed)
+        if self.shared_gate is not None:
+            dense = jax.nn.sigmoid(self.shared_gate(normed)) * dense
+        return self.moe(normed) + dense
 
 
 class HybridLM(nnx.Module):
@@ -86,7 +115,7 @@ class HybridLM(nnx.Module):
         blocks = config.shared_blocks.count if config.shared_blocks else 0
         self.shared_blocks = nnx.List([SharedBlock(config, policy, rngs) for _ in range(blocks)])
         self.layers = nnx.List([HybridLayer(config, i, policy, rngs) for i in range(len(config.layer_types))])
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, param_dtype=policy.params)
+        self.norm = RMSNorm(config.hidden_size, **norm_options(config, policy))
         self.lm_head = (
             None
             if config.tie_embeddings
@@ -128,6 +157,11 @@ def abstract_split(config: HybridConfig, policy: DTypePolicy) -> tuple[Any, Any]
     # Only shapes matter, so one key serves all: a stream that counts its keys makes tracing quadratic in the layers.
     rngs: Any = types.SimpleNamespace(params=lambda: jax.random.key(0))
     return nnx.split(nnx.eval_shape(lambda: HybridLM(config, policy, rngs)))
+
+
+def norm_options(config: HybridConfig, policy: DTypePolicy) -> dict[str, Any]:
+    """Options of every `RMSNorm` of a model that is a layer's own."""
+    return {"eps": config.norm_eps, "zero_centered": config.zero_centered_norms, "param_dtype": policy.params}
 
 
 def _dense(config: HybridConfig, width: int, dtypes: dict[str, Any]) -> MLP | GatedMLP:

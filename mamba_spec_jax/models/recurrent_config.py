@@ -4,8 +4,12 @@ import dataclasses
 import math
 from typing import Any
 
+from mamba_spec_jax.attention.gated_delta import GatedDelta
+from mamba_spec_jax.attention.mamba1 import Mamba1
 from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.attention.recurrence import Recurrence
+from mamba_spec_jax.attention.short_conv import ShortConv
+from mamba_spec_jax.layers.norms import GATES
 
 MAMBA_NORMS = ("gated", "before_gate", "none")
 
@@ -68,7 +72,116 @@ class Mamba2Config:
         )
 
 
-RecurrentConfig = Mamba2Config
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaConfig:
+    """Gated delta rule layers: GDN (Yang, Kautz and Hatamizadeh 2024), or KDA (Kimi Linear, 2025).
+
+    Attributes:
+        heads, key_heads: H value heads, and how many heads queries and keys have.
+        head_dim, state: P and N, the sizes of a value and of a key.
+        conv_width: W.
+        rank: of KDA's projections to the output gate and to its decay per key channel; 0 for GDN, with a decay a head.
+        beta_scale: of the sigmoid that beta is.
+        gate: activation of the output gate, which follows a norm of every head: "silu" or "sigmoid".
+        norm_eps: of that norm, None for the model's.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    state: int
+    conv_width: int
+    rank: int = 0
+    beta_scale: float = 1.0
+    gate: str = "silu"
+    norm_eps: float | None = None
+
+    def __post_init__(self):
+        require_positive(self, "heads", "key_heads", "head_dim", "state")
+        require_multiple(self, "heads", "key_heads")
+        if self.gate not in GATES:
+            raise ValueError(f"GatedDeltaConfig.gate is {self.gate!r}, expected one of {tuple(GATES)}")
+
+    @property
+    def inner(self) -> int:
+        """Width of what the heads give together."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.state + self.inner
+
+    def backend(self, **options: Any) -> Recurrence:
+        """The backend that runs them; options as `Recurrence`'s."""
+        return GatedDelta(
+            heads=self.heads,
+            key_heads=self.key_heads,
+            head_dim=self.head_dim,
+            state=self.state,
+            conv_width=self.conv_width,
+            channel_decay=self.rank > 0,
+            beta_scale=self.beta_scale,
+            **options,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConvConfig:
+    """Short gated convolutions without a recurrence (LFM2; Liquid AI 2025).
+
+    Attributes:
+        channels: C.
+        conv_width: W.
+        bias: whether convolution and projections have biases.
+    """
+
+    channels: int
+    conv_width: int
+    bias: bool = False
+
+    def __post_init__(self):
+        require_positive(self, "channels")
+
+    @property
+    def conv_channels(self) -> int:
+        return self.channels
+
+    def backend(self, **options: Any) -> Recurrence:
+        """The backend that runs them; options as `Recurrence`'s."""
+        return ShortConv(head_dim=self.channels, conv_width=self.conv_width, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba1Config:
+    """Mamba-1 layers (Gu and Dao 2023) whose dt, B and C are normed (Jamba; Lieber et al. 2024).
+
+    Attributes:
+        channels, state: C, N.
+        conv_width: W.
+        rank: of the projection to dt.
+        conv_bias, proj_bias: whether the convolution, and the projections in and out, have biases.
+    """
+
+    channels: int
+    state: int
+    conv_width: int
+    rank: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+    def __post_init__(self):
+        require_positive(self, "channels", "state", "rank")
+
+    @property
+    def conv_channels(self) -> int:
+        return self.channels
+
+    def backend(self, **options: Any) -> Recurrence:
+        """The backend that runs them; options as `Recurrence`'s."""
+        return Mamba1(head_dim=self.channels, state=self.state, conv_width=self.conv_width, **options)
+
+
+RecurrentConfig = Mamba2Config | GatedDeltaConfig | Mamba1Config | ShortConvConfig
 
 
 def require_positive(config: Any, *names: str) -> None:

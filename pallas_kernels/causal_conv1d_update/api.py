@@ -39,6 +39,7 @@ def causal_conv1d_update(
     num_tokens: jax.Array | None = None,
     conv_inputs: jax.Array | None = None,
     parents: jax.Array | None = None,
+    activation: str | None = "silu",
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> ConvUpdate:
@@ -65,6 +66,7 @@ def causal_conv1d_update(
         conv_inputs: `[L, B, T, C]` in the pool's dtype; donate it. Excludes num_tokens: the commit counts.
         parents: `[B, T]` int32, each node's parent, which comes before it; -1 at a root. None for a chain. Only with
             conv_inputs, as a tree has no last window.
+        activation: "silu", or None for the sum as it is (static).
         implementation: "xla", "triton", or None to choose by device.
         interpret: run the named GPU kernel in the interpreter, for tests.
 
@@ -77,6 +79,8 @@ def causal_conv1d_update(
 
     Source: `causal_conv1d_update` of causal-conv1d, extended to windows of several tokens and to trees.
     """
+    if activation not in ("silu", None):
+        raise ValueError(f"{_OP}: activation is {activation!r}, expected 'silu' or None")
     check_shape(_OP, "x", x, ("B", "T", "C"))
     batch, tokens, channels = x.shape
     check_shape(_OP, "weight", weight, ("W", channels))
@@ -105,6 +109,7 @@ def causal_conv1d_update(
         "num_tokens": num_tokens,
         "conv_inputs": conv_inputs,
         "parents": parents,
+        "activation": activation,
     }
     choice = dispatch.resolve(_OP, implementation, interpret)
     if x.size == 0:

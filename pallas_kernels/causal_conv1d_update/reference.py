@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arithmetic import fenced, rounded
+from pallas_kernels.arithmetic import alike, fenced, rounded
 from pallas_kernels.entries import inside
 from pallas_kernels.state_commit.window import taps
 
@@ -25,13 +25,17 @@ def update(
     num_tokens: jax.Array | None,
     conv_inputs: jax.Array | None,
     parents: jax.Array | None,
+    activation: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Outputs, and either the pool with the windows advanced or the record with the inputs."""
     # Everything out of range lies past the end, where JAX drops writes (-1 would wrap around).
     index = jnp.where(inside(slots, conv_state.shape[1]), slots, conv_state.shape[1])
     window = conv_state.at[layer, index].get(mode="fill", fill_value=0)
     inputs = x.astype(conv_state.dtype)
-    y = fenced(_convolve(window, inputs, weight, bias, parents)).astype(x.dtype)
+    y = fenced(_convolve(window, inputs, weight, bias, parents))
+    if activation is not None:
+        y = rounded(alike(jax.nn.silu, y))  # silu ends in a product, and whoever reads it may begin with a sum
+    y = y.astype(x.dtype)
     if conv_inputs is not None:
         return y, conv_state, conv_inputs.at[layer].set(inputs)
     if num_tokens is None:
@@ -43,7 +47,7 @@ def update(
 def _convolve(
     window: jax.Array, inputs: jax.Array, weight: jax.Array, bias: jax.Array | None, parents: jax.Array | None
 ) -> jax.Array:
-    """silu of the convolution `[B, T, C]` in float32, of `window [B, W-1, C]` and `inputs [B, T, C]`."""
+    """The convolution `[B, T, C]` in float32, of `window [B, W-1, C]` and `inputs [B, T, C]`."""
     T, width = inputs.shape[1], weight.shape[0]
     history = jnp.concatenate([window, inputs], axis=1).astype(jnp.float32)
     weight = weight.astype(jnp.float32)
@@ -52,10 +56,10 @@ def _convolve(
         neighbours = (history[:, tap : tap + T] for tap in range(width))
     else:
         neighbours = _along_paths(history, parents, width)
-    total = sum(rounded(neighbour * weight[tap]) for tap, neighbour in enumerate(neighbours))
+    total = jnp.asarray(sum(rounded(neighbour * weight[tap]) for tap, neighbour in enumerate(neighbours)))
     if bias is not None:
         total = total + bias.astype(jnp.float32)
-    return jax.nn.silu(total)
+    return total
 
 
 def _along_paths(history: jax.Array, parents: jax.Array, width: int) -> Iterator[jax.Array]:

@@ -55,6 +55,7 @@ def update(
     num_tokens: jax.Array | None,
     conv_inputs: jax.Array | None,
     parents: jax.Array | None,
+    activation: str | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Arguments and results as the reference's, and `interpret`."""
@@ -95,7 +96,7 @@ def update(
                 total += column(tap - 1).astype(jnp.float32) * tap_weight
             if bias is not None:
                 total += bias
-            y = total * jax.nn.sigmoid(total)
+            y = total if activation is None else total * jax.nn.sigmoid(total)
             triton.store(y_ref.at[row, t, channels], y.astype(y_ref.dtype), mask=owned)
             if buffers.conv_inputs is not None:
                 own = column(t + width - 1)

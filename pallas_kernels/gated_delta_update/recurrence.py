@@ -7,17 +7,14 @@ heads, Hv value heads (a multiple of Hk; value head h reads key head h // (Hv/Hk
 value. All arithmetic is float32; the state is rounded to its storage dtype after every token.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
-from pallas_kernels.arithmetic import contract, fenced, rounded
+from pallas_kernels.arithmetic import alike, contract, fenced, rounded
 
 EPS = 1e-6  # under the root of a key's squared length
-_LANES = 16  # numbers of the widest vector a CPU works on
 
 
 class Tokens(NamedTuple):
@@ -48,9 +45,9 @@ def gates(a: jax.Array, b: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> t
         dt_bias: `[Hv]`, or `[Hv, K]` with a decay per key channel.
     """
     a, b, A_log, dt_bias = (leaf.astype(jnp.float32) for leaf in (a, b, A_log, dt_bias))
-    rate = _alike(jnp.exp, A_log)
-    steps = _alike(jax.nn.softplus, a + dt_bias)
-    return -(rate[:, None] if a.ndim == 4 else rate) * steps, _alike(jax.nn.sigmoid, b)
+    rate = alike(jnp.exp, A_log)
+    steps = alike(jax.nn.softplus, a + dt_bias)
+    return -(rate[:, None] if a.ndim == 4 else rate) * steps, alike(jax.nn.sigmoid, b)
 
 
 def unit_tokens(tokens: Tokens, scale: float) -> Tokens:
@@ -64,7 +61,7 @@ def unit_tokens(tokens: Tokens, scale: float) -> Tokens:
 def prepared(tokens: Tokens, scale: float) -> Tokens:
     """`unit_tokens` with the decay itself in the place of its logarithm, and time first: what `advance` reads."""
     tokens = unit_tokens(tokens, scale)
-    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), tokens._replace(g=_alike(jnp.exp, tokens.g)))
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), tokens._replace(g=alike(jnp.exp, tokens.g)))
 
 
 def state_step(state: jax.Array, token: Tokens) -> jax.Array:
@@ -165,18 +162,6 @@ def per_head(leaf: jax.Array, heads: int, axis: int = 1) -> jax.Array:
 
 def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(contract(x[..., None, :], x) + EPS)
-
-
-def _alike(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """An elementwise function whose bits do not depend on how many numbers it is given.
-
-    A CPU's vector loop computes an exponential otherwise than the code for what is left over (measured on jax 0.10.2:
-    sizes of 3, 5, 6, 7 and 15), so there nothing may be left over. A GPU's threads compute one number each.
-    """
-    if dispatch.target().platform != "cpu":
-        return function(x)
-    padded = fenced(jnp.pad(x.reshape(-1), (0, -x.size % _LANES)))
-    return fenced(function(padded))[: x.size].reshape(x.shape)
 
 
 def _numbered(leaves: Tokens) -> tuple[Tokens, jax.Array]:

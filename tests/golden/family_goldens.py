@@ -28,8 +28,9 @@ def write_family_case(case: family_cases.FamilyCase, folder: pathlib.Path) -> di
         whole = pathlib.Path(scratch)
         AutoModelForCausalLM.from_config(config).save_pretrained(whole)
         with safe_open(whole / "model.safetensors", framework="numpy") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
-        drawn = weights.draw_all(shapes, case.seed, case.trained_dt)
+            saved = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
+        shapes = as_released(saved)
+        drawn = weights.draw_all(shapes, case.seed, case.trained_dt, case.family)
         save_file(drawn, whole / "model.safetensors", metadata={"format": "pt"})
         model = load(whole)
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +66,14 @@ def write_family_case(case: family_cases.FamilyCase, folder: pathlib.Path) -> di
         "rounding": f"{rounding:.1e}",
         "router gap": f"{gap:.1e}" if np.isfinite(gap) else "-",
         "step error": f"{error:.1e}" + (" (its steps do not clamp)" if clamps else ""),
+    }
+
+
+def as_released(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """transformers saves thirds of a convolution of queries, keys and values; released files, the part of each."""
+    return {
+        name: [shapes[name.replace("_conv1d.", "_proj.")][0], *shape[1:]] if "_conv1d." in name else shape
+        for name, shape in shapes.items()
     }
 
 
@@ -123,6 +132,9 @@ def router_gap(model: torch.nn.Module, tokens: np.ndarray) -> float:
             ordered = scores.sort(dim=-1, descending=True).values
             gaps.append(float((ordered[:, chosen - 1] - ordered[:, chosen]).min()))
 
+    def observe_softmax(router, _, output):
+        between(output[0], router.top_k)
+
     def observe(router, _, output):
         choice = output[0].sigmoid() + router.e_score_correction_bias
         grouped = choice.view(len(choice), router.num_group, -1)
@@ -133,6 +145,8 @@ def router_gap(model: torch.nn.Module, tokens: np.ndarray) -> float:
 
     routers = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
     hooks = [router.register_forward_hook(observe) for router in routers]
+    others = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks += [router.register_forward_hook(observe_softmax) for router in others if router not in routers]
     full_forward(model, tokens)
     for hook in hooks:
         hook.remove()
@@ -150,7 +164,7 @@ def clamped_steps(model: torch.nn.Module, tokens: np.ndarray) -> bool:
         low, high = mixer.time_step_limit
         reached.append(bool(((steps < low) | (steps > high)).any()))
 
-    mixers = [module for module in model.modules() if hasattr(module, "dt_bias")]
+    mixers = [module for module in model.modules() if hasattr(module, "time_step_limit")]
     hooks = [
         mixer.in_proj.register_forward_hook(lambda _, inputs, output, mixer=mixer: observe(mixer, inputs, output))
         for mixer in mixers

@@ -5,10 +5,20 @@ import zlib
 
 import numpy as np
 
+# Norms that multiply by one plus their weight, and of their families the one that does not.
+ZERO_CENTERED, NOT_CENTERED = ("qwen3_next", "qwen3_5"), "linear_attn.norm"
 
-def draw_all(shapes: dict[str, tuple[int, ...]], seed: int, trained_dt: bool) -> dict[str, np.ndarray]:
+
+def draw_all(
+    shapes: dict[str, tuple[int, ...]], seed: int, trained_dt: bool, family: str = ""
+) -> dict[str, np.ndarray]:
     """Every weight, by its name in the file; none depends on which others there are."""
-    return {name: _draw(name, tuple(shape), seed, trained_dt) for name, shape in shapes.items()}
+    weights = {name: _draw(name, tuple(shape), seed, trained_dt) for name, shape in shapes.items()}
+    if family.startswith(ZERO_CENTERED):
+        for name, value in weights.items():
+            if "norm" in name and NOT_CENTERED not in name:
+                weights[name] = value - np.float32(1)
+    return weights
 
 
 def digest(weights: dict[str, np.ndarray]) -> str:

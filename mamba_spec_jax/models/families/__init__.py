@@ -4,7 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2
+from mamba_spec_jax.models.families import (
+    bamba,
+    falcon_h1,
+    granitemoehybrid,
+    jamba,
+    kimi_linear,
+    lfm2,
+    mamba2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+    zamba2,
+)
 from mamba_spec_jax.models.families.base import Family
 from mamba_spec_jax.models.hf_config import HFConfig
 
@@ -12,8 +25,17 @@ FAMILIES = {
     "bamba": bamba.FAMILY,
     "falcon_h1": falcon_h1.FAMILY,
     "granitemoehybrid": granitemoehybrid.FAMILY,
+    "jamba": jamba.FAMILY,
+    "kimi_linear": kimi_linear.FAMILY,
+    "lfm2": lfm2.FAMILY,
     "mamba2": mamba2.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
+    "olmo_hybrid": olmo_hybrid.FAMILY,
+    "qwen3_5": qwen3_5.FAMILY,
+    "qwen3_5_moe": qwen3_5.MOE_FAMILY,
+    "qwen3_5_moe_text": qwen3_5.MOE_FAMILY,
+    "qwen3_5_text": qwen3_5.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
     "zamba2": zamba2.FAMILY,
 }
 

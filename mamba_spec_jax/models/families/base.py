@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Container, Iterable
+from itertools import repeat
 
 import numpy as np
 
@@ -17,6 +18,7 @@ class Layout(enum.Enum):
     SAME = "same"
     SWAPPED = "swapped"  # the last two axes change places: linear layers, alone or stacked by expert
     DEPTHWISE = "depthwise"  # (C, 1, W) becomes [W, C]
+    PER_HEAD = "per head"  # (1, 1, H, 1) becomes [H]
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that a parameter of `shape` has in the checkpoint."""
@@ -24,6 +26,8 @@ class Layout(enum.Enum):
             return (*shape[:-2], shape[-1], shape[-2])
         if self is Layout.DEPTHWISE:
             return (shape[1], 1, shape[0])
+        if self is Layout.PER_HEAD:
+            return (1, 1, *shape, 1)
         return shape
 
     def to_parameter(self, stored: np.ndarray) -> np.ndarray:
@@ -32,6 +36,8 @@ class Layout(enum.Enum):
             return stored.swapaxes(-1, -2)
         if self is Layout.DEPTHWISE:
             return stored[:, 0].T
+        if self is Layout.PER_HEAD:
+            return stored.reshape(-1)
         return stored
 
 
@@ -44,7 +50,9 @@ class Weight:
         path: the parameter it becomes, dotted.
         layout: how it is stored.
         copy_of: name of the weight that it merely repeats; such a weight may be absent, and must be equal if present.
-        parts: names of equal parts that it may be stored as instead: rows of a matrix, experts of a stack.
+        parts: names of parts that it may be stored as instead: rows of a matrix, experts of a stack.
+        part_rows: how many rows each of them has, where they are not equal.
+        row_order: the row of what is stored that each row of the matrix is, where they come in another order.
     """
 
     name: str
@@ -52,23 +60,40 @@ class Weight:
     layout: Layout = Layout.SAME
     copy_of: str | None = None
     parts: tuple[str, ...] = ()
+    part_rows: tuple[int, ...] = ()
+    row_order: tuple[int, ...] = ()
 
     def sources(self, found: Container[str]) -> tuple[str, ...]:
         """Names of what is to be read."""
         return self.parts if self.parts and self.name not in found else (self.name,)
 
-    def source_shape(self, shape: tuple[int, ...], found: Container[str]) -> tuple[int, ...]:
+    def source_shapes(self, shape: tuple[int, ...], found: Container[str]) -> dict[str, tuple[int, ...]]:
         """The shape that each source of a parameter of `shape` has."""
         stored, sources = self.layout.stored_shape(shape), self.sources(found)
         if sources == (self.name,):
-            return stored
-        rest = stored[-1:] if len(stored) > 1 else ()
-        return (math.prod(stored) // math.prod(rest) // len(sources), *rest)
+            return {self.name: stored}
+        row = stored[1:] if self.layout is Layout.DEPTHWISE else stored[-1:] if len(stored) > 1 else ()
+        equal = math.prod(stored) // math.prod(row) // len(sources)
+        return {name: (rows, *row) for name, rows in zip(sources, self.part_rows or repeat(equal), strict=False)}
 
     def to_parameter(self, sources: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """The parameter of `shape`; a view where it is stored whole."""
+        """The parameter of `shape`; a view where it is stored whole and in order."""
         whole = sources[0] if len(sources) == 1 else np.concatenate(sources)
-        return self.layout.to_parameter(whole.reshape(self.layout.stored_shape(shape)))
+        whole = whole.reshape(self.layout.stored_shape(shape))
+        return self.layout.to_parameter(whole[np.array(self.row_order)] if self.row_order else whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The head for multi-token prediction that checkpoints of a family may carry, as weights named `mtp.`.
+
+    Attributes:
+        config: the layers of the head, as those of a model, from `config.json` and the target that it describes.
+        weights: every weight of a head with such layers.
+    """
+
+    config: Callable[[HFConfig, HybridConfig], HybridConfig]
+    weights: Callable[[HybridConfig], Iterable[Weight]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +105,14 @@ class Family:
         weights: every weight that a checkpoint of that model has.
         renames: pairs (part of an older name, what it is called in `weights`).
         unused: how the names of weights begin that a checkpoint may have and the model has no use for.
+        prediction: the head that its checkpoints may carry, None if that is unknown.
     """
 
     read_config: Callable[[HFConfig], HybridConfig]
     weights: Callable[[HybridConfig], Iterable[Weight]]
     renames: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+    prediction: Prediction | None = None
 
     def canonical(self, name: str) -> str:
         """The name that `weights` uses for a stored weight."""

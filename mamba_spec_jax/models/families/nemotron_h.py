@@ -1,5 +1,6 @@
 """nemotron_h, the Nemotron-H and Nemotron 3 models: every layer is one of Mamba-2, attention, MLP or experts."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -7,7 +8,7 @@ from mamba_spec_jax.layers.mlp import ACTIVATIONS
 from mamba_spec_jax.layers.routing import SigmoidRouting
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import pieces
-from mamba_spec_jax.models.families.base import Family, Layout, Weight
+from mamba_spec_jax.models.families.base import Family, Layout, Prediction, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
@@ -79,8 +80,32 @@ def read_config(hf: HFConfig) -> HybridConfig:
 def weights(config: HybridConfig) -> Iterator[Weight]:
     """Every weight of a nemotron_h checkpoint."""
     yield Weight("model.embeddings.weight", "embed_tokens.embedding")
+    yield from _layers("model.layers", config)
+    yield Weight("model.norm_f.weight", "norm.weight")
+    yield from pieces.output_head("model.embeddings.weight", config)
+
+
+def prediction_config(hf: HFConfig, target: HybridConfig) -> HybridConfig:
+    """The head is an attention layer and one of experts, unless the file says otherwise."""
+    key = "mtp_layers_block_type" if hf.has("mtp_layers_block_type") else "mtp_hybrid_override_pattern"
+    layer_types = _layers_of(hf, key) if hf.has(key) else ("attention", "moe")
+    if "mamba" in layer_types or layer_types.count("attention") != 1:
+        raise hf.refusal(key, "one attention layer, and no Mamba-2 layers: that is what a head can be here")
+    return dataclasses.replace(target, layer_types=layer_types)
+
+
+def prediction_weights(config: HybridConfig) -> Iterator[Weight]:
+    """Every weight of the head for multi-token prediction."""
+    yield Weight("mtp.layers.0.enorm.weight", "embedding_norm.weight")
+    yield Weight("mtp.layers.0.hnorm.weight", "hidden_norm.weight")
+    yield from pieces.linear("mtp.layers.0.eh_proj", "fc")
+    yield from _layers("mtp.layers", config)
+    yield Weight(f"mtp.layers.{len(config.layer_types) - 1}.final_layernorm.weight", "norm.weight")
+
+
+def _layers(prefix: str, config: HybridConfig) -> Iterator[Weight]:
     for i, kind in enumerate(config.layer_types):
-        stored, ours = f"model.layers.{i}", f"layers.{i}"
+        stored, ours = f"{prefix}.{i}", f"layers.{i}"
         norm = "input_norm" if kind in ("mamba", "attention") else "mlp_norm"
         yield Weight(f"{stored}.norm.weight", f"{ours}.{norm}.weight")
         stored = f"{stored}.mixer"
@@ -93,8 +118,6 @@ def weights(config: HybridConfig) -> Iterator[Weight]:
         else:
             yield from _mlp(f"{stored}.shared_experts", f"{ours}.shared_mlp", config)
             yield from _experts(stored, f"{ours}.moe", config)
-    yield Weight("model.norm_f.weight", "norm.weight")
-    yield from pieces.output_head("model.embeddings.weight", config)
 
 
 def _mlp(stored: str, ours: str, config: HybridConfig) -> Iterator[Weight]:
@@ -117,16 +140,20 @@ def _layer_types(hf: HFConfig) -> tuple[str, ...]:
     key = next((key for key in ("layers_block_type", "layer_types") if hf.has(key)), "hybrid_override_pattern")
     if not hf.has(key):
         return _DEFAULT_LAYERS
-    if key != "hybrid_override_pattern":
-        kinds = tuple(_LAYER_TYPES[kind] for kind in hf.choices(key, _LAYER_TYPES))
-    else:
-        pattern = hf.values[key]
-        if not isinstance(pattern, str) or not set(pattern) <= set(_PATTERN):
-            raise hf.refusal(key, f"a string of {', '.join(_PATTERN)}")
-        kinds = tuple(_PATTERN[letter] for letter in pattern)
+    kinds = _layers_of(hf, key)
     if hf.integer("num_hidden_layers", len(kinds), minimum=1) != len(kinds):
         raise hf.refusal("num_hidden_layers", f"{len(kinds)}, the number of layers in {key}")
     return kinds
+
+
+def _layers_of(hf: HFConfig, key: str) -> tuple[str, ...]:
+    """The layers that a list of types or a pattern of letters names."""
+    if not key.endswith("pattern"):
+        return tuple(_LAYER_TYPES[kind] for kind in hf.choices(key, _LAYER_TYPES))
+    pattern = hf.values[key]
+    if not isinstance(pattern, str) or not set(pattern) <= set(_PATTERN):
+        raise hf.refusal(key, f"a string of {', '.join(_PATTERN)}")
+    return tuple(_PATTERN[letter] for letter in pattern)
 
 
 FAMILY = Family(
@@ -134,4 +161,5 @@ FAMILY = Family(
     weights=weights,
     renames=(("backbone.", "model."),),
     unused=("mtp.",),
+    prediction=Prediction(config=prediction_config, weights=prediction_weights),
 )

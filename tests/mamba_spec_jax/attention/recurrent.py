@@ -5,6 +5,7 @@ The pools start as NaNs with a payload of their own, so that a test sees every b
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,12 @@ import numpy as np
 
 from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
+from mamba_spec_jax.attention.gated_delta import GatedDelta, GatedDeltaWeights
 from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
-from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs, Mamba2Weights
+from mamba_spec_jax.attention.mamba1 import Mamba1, Mamba1Inputs, Mamba1Weights
+from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Weights
+from mamba_spec_jax.attention.recurrence import Recurrence
+from mamba_spec_jax.attention.short_conv import ShortConv, ShortConvWeights
 from mamba_spec_jax.cache.pools import HybridCache, MambaPool, PoolSpec, advance_lengths
 from mamba_spec_jax.cache.slots import reset_slots
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode, ReplayRing, SpeculativeMode
@@ -39,40 +44,36 @@ def assert_same_bits(actual, expected, message="") -> None:
     np.testing.assert_array_equal(bits(actual), bits(expected), err_msg=message)
 
 
+# Every kind of recurrence, at odd sizes.
+KINDS: dict[str, tuple[type[Recurrence], dict[str, Any]]] = {
+    "mamba2": (Mamba2, {"heads": 3, "head_dim": 5, "state": 9, "groups": 1, "conv_width": 4, "chunk_size": 4}),
+    "gated_delta": (GatedDelta, {"heads": 6, "head_dim": 5, "state": 7, "key_heads": 2, "conv_width": 4}),
+    "mamba1": (Mamba1, {"head_dim": 7, "state": 5, "conv_width": 4}),
+    "short_conv": (ShortConv, {"head_dim": 7, "conv_width": 4}),
+}
+
+
 def make_backend(
     strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
     verify: SpeculativeMode = SpeculativeMode.DECODE,
     *,
+    kind: str = "mamba2",
     layers: int = 1,
-    heads: int = 3,
-    head_dim: int = 5,
-    state: int = 9,
-    groups: int = 1,
-    conv_width: int = 4,
-    chunk_size: int = 4,
-    dt_limits: tuple[float, float] = (0.0, float("inf")),
     ssm_dtype="float32",
     conv_dtype="float32",
     activations="float32",
+    **options,
 ) -> HybridLinearAttnBackend:
-    linear = Mamba2(
-        heads=heads,
-        head_dim=head_dim,
-        state=state,
-        groups=groups,
-        conv_width=conv_width,
-        chunk_size=chunk_size,
-        dt_limits=dt_limits,
-        verify=verify,
-        strategy=strategy,
-        replay=ReplayRing(length=19, window=9),
-    )
+    """A backend of recurrent layers alone; options of its `kind`."""
+    recurrence, sizes = KINDS[kind]
+    replay = ReplayRing(length=19, window=9)
+    linear = recurrence(**(sizes | options), verify=verify, strategy=strategy, replay=replay)
     spec = PoolSpec(
         layers,
-        heads,
-        head_dim,
-        state,
-        conv_width,
+        linear.heads,
+        linear.head_dim,
+        linear.state,
+        linear.conv_width,
         linear.conv_channels,
         ssm_dtype=ssm_dtype,
         conv_dtype=conv_dtype,
@@ -82,31 +83,40 @@ def make_backend(
 
 
 def make_weights(backend: HybridLinearAttnBackend, seed: int = 0, dtype="float32", bias: bool = True):
-    """One `Mamba2Weights` a layer."""
+    """The weights of each layer."""
     rng, linear = np.random.default_rng(seed), backend.linear
 
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    H, C, W = linear.heads, linear.conv_channels, linear.conv_width
-    return tuple(
-        Mamba2Weights(
-            conv_weight=draw(W, C),
-            conv_bias=draw(C) if bias else None,
-            dt_bias=draw(H),
-            A_log=draw(H),
-            D=draw(H),
-        )
-        for _ in range(backend.num_layers)
-    )
+    def layer():
+        H, C, W = linear.heads, linear.conv_channels, linear.conv_width
+        conv = {"conv_weight": draw(W, C), "conv_bias": draw(C) if bias else None}
+        if isinstance(linear, GatedDelta):
+            dt_bias = draw(H, linear.state) if linear.channel_decay else draw(H)
+            return GatedDeltaWeights(**conv, dt_bias=dt_bias, A_log=draw(H))
+        if isinstance(linear, Mamba1):
+            return Mamba1Weights(**conv, A_log=draw(C, linear.state), D=draw(C))
+        if isinstance(linear, ShortConv):
+            return ShortConvWeights(**conv)
+        return Mamba2Weights(**conv, dt_bias=draw(H), A_log=draw(H), D=draw(H))
+
+    return tuple(layer() for _ in range(backend.num_layers))
 
 
 def make_inputs(backend: HybridLinearAttnBackend, rows: int, tokens: int, seed: int = 1, dtype="float32"):
-    """Projected inputs `(xBC [L, B, T, C], dt [L, B, T, H])`."""
+    """Projected inputs `[L, B, T, ...]`, the convolution's first."""
     rng, linear = np.random.default_rng(seed), backend.linear
-    xBC = rng.normal(size=(backend.num_layers, rows, tokens, linear.conv_channels))
-    dt = rng.normal(size=(backend.num_layers, rows, tokens, linear.heads))
-    return np.array(jnp.asarray(xBC, dtype)), np.array(jnp.asarray(dt, dtype))
+    shapes: tuple[tuple[int, ...], ...] = (linear.conv_channels,), (linear.heads,)
+    if isinstance(linear, GatedDelta):
+        a = (linear.heads, linear.state) if linear.channel_decay else (linear.heads,)
+        shapes = (linear.conv_channels,), a, (linear.heads,)
+    elif isinstance(linear, Mamba1):
+        shapes = (linear.conv_channels,), (linear.conv_channels,), (linear.state,), (linear.state,)
+    elif isinstance(linear, ShortConv):
+        shapes = ((linear.conv_channels,),)
+    drawn = (rng.normal(size=(backend.num_layers, rows, tokens, *shape)) for shape in shapes)
+    return tuple(np.array(jnp.asarray(leaf, dtype)) for leaf in drawn)
 
 
 def poisoned_cache(backend: HybridLinearAttnBackend, slots: int = SLOTS) -> HybridCache:
@@ -122,14 +132,22 @@ def poisoned_cache(backend: HybridLinearAttnBackend, slots: int = SLOTS) -> Hybr
     return dataclasses.replace(cache, mamba=jax.tree.map(poison, cache.mamba), lengths=lengths)
 
 
+def layer_inputs(linear: Recurrence, leaves, weights):
+    """What a layer hands to its backend; Mamba-1's parameters are not made of the convolution's outputs here."""
+    if isinstance(linear, Mamba1):
+        x, dt, B, C = leaves
+        return Mamba1Inputs(x, weights, lambda mixed: (jnp.abs(dt).astype(jnp.float32), B, C))
+    return linear.inputs_type(*leaves, weights)
+
+
 @functools.partial(jax.jit, static_argnames=("backend", "mode"))
-def forward(backend, mode: ForwardMode, cache, weights, slots, num_tokens, xBC, dt, parents=None):
+def forward(backend, mode: ForwardMode, cache, weights, slots, num_tokens, *leaves, parents=None):
     """One pass over all layers: outputs `[L, B, T, H, P]`, the cache, and the record of a pass that defers state."""
-    batch = ForwardBatch.create(mode, cache, slots, num_tokens, xBC.shape[2], parents=parents)
+    batch = ForwardBatch.create(mode, cache, slots, num_tokens, leaves[0].shape[2], parents=parents)
     record = backend.init_record(batch)
     outputs = []
     for layer in range(backend.num_layers):
-        inputs = Mamba2Inputs(xBC[layer], dt[layer], weights[layer])
+        inputs = layer_inputs(backend.linear, [leaf[layer] for leaf in leaves], weights[layer])
         y, cache, record = backend.forward(layer, inputs, cache, record, batch)
         outputs.append(y)
     if record is None:

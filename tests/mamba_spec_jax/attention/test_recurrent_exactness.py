@@ -41,12 +41,28 @@ CASES = {
     "float16": {"ssm_dtype": "float16", "conv_dtype": "float16", "activations": "float16"},
     "mixed": {"conv_dtype": "bfloat16", "activations": "bfloat16", "conv_width": 2, "dt_limits": (0.3, 0.9)},
     "groups": {"conv_width": 5, "heads": 6, "groups": 3},
+    "gated delta rule": {"kind": "gated_delta", "layers": 2, "beta_scale": 2.0},
+    "convolution alone": {"kind": "short_conv", "layers": 2, "conv_width": 3},
+    "mamba1": {"kind": "mamba1", "ssm_dtype": "bfloat16"},
+    "decay per channel": {
+        "kind": "gated_delta",
+        "channel_decay": True,
+        "heads": 2,
+        "conv_width": 3,
+        "ssm_dtype": "bfloat16",
+        "conv_dtype": "bfloat16",
+        "activations": "bfloat16",
+    },
 }
 SNAPSHOT, REPLAY = CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY
 EXACT = [
     *((strategy, case) for strategy in (SNAPSHOT, REPLAY) for case in ("float32", "bfloat16", "float16")),
     (REPLAY, "mixed"),
     (SNAPSHOT, "groups"),
+    (REPLAY, "gated delta rule"),
+    (SNAPSHOT, "decay per channel"),
+    (REPLAY, "mamba1"),
+    (SNAPSHOT, "convolution alone"),
 ]
 
 
@@ -57,7 +73,7 @@ class Scene:
     decoder: HybridLinearAttnBackend
     weights: tuple
     cache: HybridCache
-    inputs: tuple[np.ndarray, np.ndarray]
+    inputs: tuple[np.ndarray, ...]
     outputs: np.ndarray
     history: MambaPool
 
@@ -65,7 +81,7 @@ class Scene:
         """One pass over `requests [B]`, each from its own token `done[b]` on; all else that it could read is NaN."""
         windows = []
         for leaf in self.inputs:
-            window = np.full((leaf.shape[0], len(slots), T, leaf.shape[3]), np.nan, leaf.dtype)
+            window = np.full((leaf.shape[0], len(slots), T, *leaf.shape[3:]), np.nan, leaf.dtype)
             for row, (slot, count) in enumerate(zip(slots, num_tokens, strict=True)):
                 if slot >= 0:
                     start = done[row]
@@ -206,7 +222,9 @@ def test_tracked_slots_receive_the_state_at_their_node(strategy, case):
     assert_same_pool(held(backend, after, OWNED), expected_pool(scene.cache.mamba, scene.history, live))
 
 
-@pytest.mark.parametrize(("strategy", "case"), [(SNAPSHOT, "groups"), (SNAPSHOT, "float32"), (REPLAY, "float32")])
+@pytest.mark.parametrize(("strategy", "case"), [
+    (SNAPSHOT, "groups"), (SNAPSHOT, "float32"), (REPLAY, "float32"), (SNAPSHOT, "gated delta rule")
+])  # fmt: skip
 def test_chunked_verify_is_close_to_decoding(strategy, case):
     scene = make_scene(case)
     backend = make_backend(strategy, SpeculativeMode.PREFILL, **CASES[case])
@@ -223,9 +241,10 @@ def test_chunked_verify_is_close_to_decoding(strategy, case):
         assert_same_bits(states.conv, expected.conv, "windows hold inputs, which no form computes")
 
 
-def test_prefill_is_close_to_decoding_in_any_chunks():
+@pytest.mark.parametrize("case", ["float32", "gated delta rule"])
+def test_prefill_is_close_to_decoding_in_any_chunks(case):
     """A prompt in chunks, the last of one token, leaves what decoding it token by token leaves."""
-    scene = make_scene("float32")
+    scene = make_scene(case)
     slots = jnp.asarray(OWNED)
     for chunks in ([5, 5, 5, 1], [TOKENS]):
         cache, start = scene.cache, 0

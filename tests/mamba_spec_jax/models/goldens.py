@@ -56,7 +56,7 @@ def write_checkpoint(case: FamilyCase, folder: Path) -> Golden:
     source = GOLDEN / case.family / case.name
     with np.load(source / "golden.npz") as arrays:
         shapes, expected = json.loads(str(arrays["shapes"])), str(arrays["weights_sha256"])
-    weights = draw_all(shapes, case.seed, case.trained_dt)
+    weights = draw_all(shapes, case.seed, case.trained_dt, case.family)
     assert digest(weights) == expected, "the rule draws other weights: run tests/golden/make_goldens.py families"
     folder.mkdir()
     (folder / "config.json").write_text((source / "config.json").read_text())

@@ -1,5 +1,6 @@
 """Reading the families' configurations in their spellings, what each refuses, and what real ones come to."""
 
+import dataclasses
 import math
 import operator
 
@@ -9,7 +10,7 @@ from flax import nnx
 from mamba_spec_jax.models.config import BranchMultipliers, SharedBlocks
 from mamba_spec_jax.models.families import FAMILIES, config_from_hf
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.modes import DTypePolicy
+from mamba_spec_jax.modes import CommitStrategy, DTypePolicy
 from tests.golden.family_cases import FAMILY_CASES
 
 INFINITE = {"__float__": "Infinity"}
@@ -66,6 +67,50 @@ SPELLINGS = [
     ("zamba2", {"rope_theta": 7.0, "use_mem_rope": True}, "rope_theta", 7.0),
     ("zamba2", {"rms_norm_eps": 1e-3}, "recurrent.norm_eps", 1e-5),
     ("zamba2", {"intermediate_size": None}, "shared_intermediate_size", 10240),
+    ("qwen3_next", {"num_hidden_layers": 4}, "layer_types", ("gated_delta",) * 3 + ("attention",)),
+    ("qwen3_next", {"num_hidden_layers": 4, "full_attention_interval": 2}, "attention_layers", (1, 3)),
+    ("qwen3_next", {"rope_theta": 10000000, "rope_scaling": None}, "rope_theta", 1e7),
+    ("qwen3_next", {"rope_theta": 10000000, "partial_rotary_factor": 0.5}, "rotary_dim", 128),
+    ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": 0.125}}, "rotary_dim", 32),
+    ("qwen3_next", {"num_hidden_layers": 5, "decoder_sparse_step": 2}, "dense_layers", (0, 2, 4)),
+    ("qwen3_next", {"mlp_only_layers": [2, 7]}, "dense_layers", (2, 7)),
+    ("qwen3_5", {"text_config": {"num_hidden_layers": 8}}, "attention_layers", (3, 7)),
+    ("qwen3_5", {"text_config": {"tie_word_embeddings": False}, "tie_word_embeddings": True}, "tie_embeddings", True),
+    (
+        "qwen3_5",
+        {"text_config": {"rope_parameters": {"rope_theta": 1e7, "mrope_section": [1, 1, 1]}}},
+        "rope_theta",
+        1e7,
+    ),
+    ("qwen3_5_text", {"intermediate_size": 7}, "shared_intermediate_size", 7),
+    ("qwen3_5_moe", {"text_config": {"num_experts": 3}}, "num_experts", 3),
+    ("olmo_hybrid", {}, "rope_theta", 10000.0),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, "rope_theta", None),
+    ("olmo_hybrid", {"rope_theta": None, "rope_scaling": None}, "rope_theta", None),
+    ("olmo_hybrid", {"num_hidden_layers": 3}, "attention_layers", (2,)),
+    ("olmo_hybrid", {}, "recurrent.state", 96),
+    ("olmo_hybrid", {"linear_key_head_dim": 5}, "recurrent.head_dim", 10),
+    ("olmo_hybrid", {"linear_allow_neg_eigval": False}, "recurrent.beta_scale", 1.0),
+    ("lfm2", {"num_hidden_layers": 3, "full_attn_idxs": [1]}, "layer_types", ("short_conv", "attention", "short_conv")),
+    ("lfm2", {}, "recurrent_layers", ()),
+    ("lfm2", {"block_ff_dim": 10240}, "shared_intermediate_size", 6912),
+    ("lfm2", {"block_ff_dim": 3001, "block_ffn_dim_multiplier": None}, "shared_intermediate_size", 2000),
+    ("lfm2", {"tie_embedding": False}, "tie_embeddings", False),
+    ("jamba", {"num_hidden_layers": 14}, "attention_layers", (4, 12)),
+    ("jamba", {"num_hidden_layers": 4}, "dense_layers", (0, 2)),
+    ("jamba", {"num_experts": 1}, "num_experts", 0),
+    ("jamba", {"hidden_size": 100, "num_attention_heads": 4}, "recurrent.rank", 7),
+    ("jamba", {"mamba_dt_rank": 9}, "recurrent.rank", 9),
+    ("kimi_linear", {"num_hidden_layers": 6}, "attention_layers", (4,)),
+    (
+        "kimi_linear",
+        {"num_hidden_layers": 3, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]}},
+        "attention_layers",
+        (1,),
+    ),
+    ("kimi_linear", {"linear_attn_config": {"num_heads": 7, "head_dim": 5}}, "recurrent.inner", 35),
+    ("kimi_linear", {"first_k_dense_replace": 2}, "dense_layers", (0, 1)),
+    ("kimi_linear", {"q_lora_rank": 9}, "latent.query_rank", 9),
 ]
 
 
@@ -124,6 +169,39 @@ REFUSALS = [
         SHARED | {"num_hidden_layers": 3},
         "num_hidden_layers is 3, expected 2, the number of layers_block_type",
     ),
+    ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act is 'gelu', expected one of silu"),
+    (
+        "qwen3_next",
+        {"layer_types": ["mamba"]},
+        "layer_types is .*, expected a list of linear_attention, full_attention",
+    ),
+    (
+        "qwen3_next",
+        {"layer_types": ["full_attention"], "num_hidden_layers": 2},
+        "num_hidden_layers is 2, expected 1, the number of layer_types",
+    ),
+    ("qwen3_next", {"num_experts": 0}, "num_experts is 0, expected an integer of at least 1"),
+    ("qwen3_next", {"linear_num_value_heads": 24}, "heads is 24, expected a multiple of key_heads = 16"),
+    ("qwen3_5", {"text_config": {"hidden_act": "relu"}}, "text_config: hidden_act is 'relu', expected one of silu"),
+    ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', expected one of default"),
+    ("olmo_hybrid", {"num_attention_heads": 7}, "num_attention_heads is 7, expected a divisor of hidden_size = 3840"),
+    (
+        "olmo_hybrid",
+        {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2},
+        "layer_types is .*, expected a layer of each type at least",
+    ),
+    ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1, expected an integer of at least 2"),
+    ("lfm2", {"layer_types": ["linear_attention"]}, "layer_types is .*, expected a list of conv, full_attention"),
+    ("jamba", {"hidden_act": "relu"}, "hidden_act is 'relu', expected one of silu"),
+    ("jamba", {"attn_layer_offset": 8}, "attn_layer_offset is 8, expected less than attn_layer_period = 8"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False, expected one of True"),
+    ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings is True, expected one of False"),
+    ("kimi_linear", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is .*, expected a type for each of the 27 layers"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1]}},
+        r"kda_layers is \[1\], expected the layers 1\.\.27 that full_attn_layers leaves",
+    ),
     ("zamba2", {"n_mamba_heads": 7}, r"n_mamba_heads is 7, expected a divisor of mamba_expand \* hidden_size = 5120"),
 ]
 
@@ -170,6 +248,8 @@ STATES = {
         },
         (72, 288, 5120),
     ),
+    "Qwen3-Next-80B": ({"model_type": "qwen3_next"}, (36, 72, 8192)),
+    "Qwen3.5-35B": ({"model_type": "qwen3_5_moe"}, (30, 60, 8192)),
 }
 
 
@@ -178,3 +258,21 @@ def test_states_of_released_models(name):
     values, (layers, mebibytes, channels) = STATES[name]
     spec = config_from_hf(values).pool_spec(DTypePolicy.bfloat16())
     assert (spec.recurrent_layers, spec.ssm_bytes(), spec.conv_channels) == (layers, mebibytes * 2**20, channels)
+
+
+def test_layers_and_their_recurrence_must_agree():
+    config = config_from_hf({"model_type": "qwen3_next", "num_hidden_layers": 4})
+    with pytest.raises(ValueError, match="recurrent is a GatedDeltaConfig, expected a Mamba2Config for layers of type"):
+        dataclasses.replace(config, layer_types=("mamba",))
+
+
+def test_a_convolution_without_a_recurrence_keeps_windows_alone():
+    config = config_from_hf({"model_type": "lfm2", "num_hidden_layers": 2, "full_attn_idxs": [1]})
+    for strategy in (CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY):
+        spec = config.pool_spec(DTypePolicy(), config.recurrent.backend(strategy=strategy))
+        assert (spec.ssm_bytes(), spec.ring, spec.conv_bytes()) == (0, None, 4 * 2 * 2560)
+
+
+def test_latent_attention_keeps_one_key_for_all_heads():
+    spec = config_from_hf({"model_type": "kimi_linear"}).pool_spec(DTypePolicy())
+    assert (spec.attention_layers, spec.kv_heads, spec.kv_head_dim) == (6, 1, 576)
