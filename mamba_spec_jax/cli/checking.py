@@ -171,7 +171,11 @@ def _states(cache: HybridCache) -> dict[str, np.ndarray]:
         dataclasses.replace(cache, mamba=dataclasses.replace(cache.mamba, ring=None, constants=None))
     )
     committed = np.arange(cache.max_len) < cache.lengths[:, None]
-    visible = dataclasses.replace(cache, kv=jax.tree.map(lambda buffer: buffer[committed], cache.kv))
+    visible = {
+        "mamba": {"ssm": cache.mamba.ssm, "conv": cache.mamba.conv},
+        "kv": jax.tree.map(lambda buffer: buffer[committed], cache.kv),
+        "lengths": cache.lengths,
+    }
     leaves = jax.tree_util.tree_leaves_with_path(visible)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
