@@ -133,7 +133,9 @@ def test_routers_stay_float32_in_16_bit_models(tmp_path):
     np.testing.assert_array_equal(moe["router"]["kernel"][...], weights["backbone.layers.1.mixer.gate.weight"].T)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("/plain") and not name.startswith("qwen3_5")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.endswith("/plain") and not name.startswith(("qwen3_5", "olmo", "kimi"))]
+)
 def test_16_bit_models_run_and_stay_near(name, tmp_path):
     """Every family in bfloat16, where mamba2 sums its layers in float32."""
     golden = write_checkpoint(CASES[name], tmp_path / "model")
