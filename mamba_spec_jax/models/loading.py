@@ -169,9 +169,9 @@ def _read_params(
     with _progress_bar(progress) as bar:
         task = bar.add_task("Loading weights", total=sum(sizes.values()))
         for weight in weights:
-            path, dtype = weight.path, leaves[weight.path].dtype
+            path = weight.path
             if weight.copy_of is None:
-                value = cast_weight(read_weight(weight, files, stored, shapes[path]), dtype, weight.name)
+                value = read_weight(weight, files, stored, leaves[path])
                 loaded[path] = jax.block_until_ready(jax.device_put(value, places[path]))
                 bar.advance(task, sizes[path])
             elif weight.name in stored:
@@ -179,9 +179,10 @@ def _read_params(
     return nnx.from_flat_state([(path, leaf.replace(loaded[".".join(map(str, path))])) for path, leaf in abstract])
 
 
-def read_weight(weight: Weight, files: WeightFiles, stored: Mapping[str, str], shape: tuple[int, ...]) -> np.ndarray:
-    """The parameter of `shape` that a weight becomes; `stored` is what the files call each."""
-    return weight.to_parameter([files.read(stored[name]) for name in weight.sources(stored)], shape)
+def read_weight(weight: Weight, files: WeightFiles, stored: Mapping[str, str], leaf: Any) -> np.ndarray:
+    """A parameter of the shape and dtype of `leaf`, on the host; `stored` is what the files call each weight."""
+    sources = [files.read(stored[name]) for name in weight.sources(stored)]
+    return _cast(weight.to_parameter(sources, leaf.shape), leaf.dtype, weight.name)
 
 
 def _progress_bar(wanted: bool | None) -> Progress:
@@ -238,8 +239,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def cast_weight(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """A weight in another dtype; ValueError if that cannot hold it."""
+def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     with np.errstate(over="ignore"):  # refused below, by name
         cast = np.ascontiguousarray(value, dtype)
     if jnp.finfo(dtype).max < jnp.finfo(value.dtype).max and not np.isfinite(cast).all():

@@ -28,7 +28,7 @@ def test_prefill_then_token_by_token(name, tmp_path):
     families.test_prefill_then_token_by_token(made(name, tmp_path))
 
 
-@pytest.mark.parametrize("strategy", list(CommitStrategy))
+@pytest.mark.parametrize("strategy", [CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY])
 @pytest.mark.parametrize("name", EVERY_SWITCH)
 def test_commit_at_every_accept_length_equals_decoding(name, strategy, tmp_path):
     if (name, strategy) in families.COMMITTED:

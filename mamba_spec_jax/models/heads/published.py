@@ -25,7 +25,7 @@ from mamba_spec_jax.models.heads.config import HeadConfig
 from mamba_spec_jax.models.heads.head import DraftHead, HeadCache
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.models.loading import cast_weight, check_weights, read_weight
+from mamba_spec_jax.models.loading import check_weights, read_weight
 from mamba_spec_jax.models.network import HybridLayer, norm_options
 from mamba_spec_jax.modes import DTypePolicy
 
@@ -131,12 +131,7 @@ def load_published_head(folder: Path, target: HybridModel, target_params: Any) -
         shapes = {path: leaf.shape for path, leaf in leaves.items() if not path.startswith("target_norm.")}
         weights = list(family.prediction.weights(config.layers))
         check_weights(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
-        values = {
-            weight.path: cast_weight(
-                read_weight(weight, files, stored, shapes[weight.path]), leaves[weight.path].dtype, weight.name
-            )
-            for weight in weights
-        }
+        values = {weight.path: read_weight(weight, files, stored, leaves[weight.path]) for weight in weights}
     borrowed = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(target_params)}
     values["target_norm.weight"] = borrowed["norm.weight"]
     params = nnx.from_flat_state(

@@ -34,7 +34,7 @@ ONE_STRATEGY = {
 COMMITTED = [
     (name, strategy)
     for name in SWITCHED
-    for strategy in CommitStrategy
+    for strategy in (CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY)
     if name.startswith(MAMBA2) or ONE_STRATEGY.get(name) is strategy
 ]
 SPECULATED = [name for name in SWITCHED if not name.startswith(("olmo", "kimi"))]

@@ -268,7 +268,7 @@ def test_layers_and_their_recurrence_must_agree():
 
 def test_a_convolution_without_a_recurrence_keeps_windows_alone():
     config = config_from_hf({"model_type": "lfm2", "num_hidden_layers": 2, "full_attn_idxs": [1]})
-    for strategy in CommitStrategy:
+    for strategy in (CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY):
         spec = config.pool_spec(DTypePolicy(), config.recurrent.backend(strategy=strategy))
         assert (spec.ssm_bytes(), spec.ring, spec.conv_bytes()) == (0, None, 4 * 2 * 2560)
 
