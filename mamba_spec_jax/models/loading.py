@@ -205,7 +205,7 @@ def _read_params(
 def read_weight(weight: Weight, files: WeightFiles, stored: Mapping[str, str], leaf: Any) -> np.ndarray:
     """A parameter of the shape and dtype of `leaf`, on the host; `stored` is what the files call each weight."""
     sources = [files.read(stored[name]) for name in weight.sources(stored)]
-    return cast_weight(weight.to_parameter(sources, leaf.shape), leaf.dtype, weight.name)
+    return _cast(weight.to_parameter(sources, leaf.shape), leaf.dtype, weight.name)
 
 
 def _progress_bar(wanted: bool | None) -> Progress:
@@ -262,8 +262,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def cast_weight(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """A weight in another dtype; ValueError if that cannot hold it."""
+def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     with np.errstate(over="ignore"):  # refused below, by name
         cast = np.ascontiguousarray(value, dtype)
     if jnp.finfo(dtype).max < jnp.finfo(value.dtype).max and not np.isfinite(cast).all():

@@ -16,6 +16,13 @@ def made(name, tmp_path):
     return write_checkpoint(families.CASES[name], tmp_path / "model")
 
 
+@pytest.mark.parametrize("name", [name for name in families.CASES if name not in families.READ])
+def test_full_forward_and_chunks(name, tmp_path):
+    golden = made(name, tmp_path)
+    families.test_full_forward(golden)
+    families.test_chunks_of_prompt_the_last_one_token_long(golden)
+
+
 @pytest.mark.parametrize("name", [name for name in families.CASES if name not in families.DECODED])
 def test_prefill_then_token_by_token(name, tmp_path):
     families.test_prefill_then_token_by_token(made(name, tmp_path))

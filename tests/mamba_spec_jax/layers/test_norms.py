@@ -24,6 +24,15 @@ def test_rms_norm():
     np.testing.assert_allclose(norm(jnp.asarray(x)), rms_norm(x) * weight, rtol=1e-5)
 
 
+def test_zero_centered_weights_count_from_one_even_in_half_precision():
+    norm = RMSNorm(6, eps=EPS, zero_centered=True, param_dtype=jnp.bfloat16)
+    weight, x = jnp.asarray(draw((6,), 0) * 1e-3, jnp.bfloat16), draw((2, 3, 6), 1)
+    norm.weight[...] = weight
+    expected = rms_norm(x) * (1 + np.asarray(weight, np.float64))
+    assert (1 + weight).astype(jnp.float32).tolist() != (1 + np.asarray(weight, np.float32)).tolist()
+    np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_gated_rms_norm(groups):
     norm = GatedRMSNorm(6, groups=groups, eps=EPS, param_dtype=jnp.float32)
@@ -41,6 +50,12 @@ def test_gated_rms_norm_before_the_gate():
     expected = rms_norm(x.reshape(2, 3, 3, -1)).reshape(2, 3, 6) * weight * gate / (1 + np.exp(-gate))
     np.testing.assert_allclose(norm(jnp.asarray(x), jnp.asarray(gate)), expected, rtol=1e-5)
     np.testing.assert_allclose(apply_gate(jnp.asarray(x), jnp.asarray(gate)), x * gate / (1 + np.exp(-gate)), rtol=1e-5)
+
+
+def test_a_gate_may_be_a_sigmoid():
+    norm = GatedRMSNorm(6, eps=EPS, before_gate=True, gate="sigmoid", param_dtype=jnp.float32)
+    x, gate = draw((2, 3, 6), 1), draw((2, 3, 6), 2)
+    np.testing.assert_allclose(norm(jnp.asarray(x), jnp.asarray(gate)), rms_norm(x) / (1 + np.exp(-gate)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -1,5 +1,6 @@
 """The ways in which the families' weights may be stored, which all give the same model."""
 
+import json
 import re
 
 import jax
@@ -52,6 +53,52 @@ def test_newer_names_and_heads_for_drafting(tmp_path):
     assert_same_params(load(golden.folder).params, golden.params)
 
 
+def test_the_text_part_of_a_vision_model(tmp_path):
+    golden, weights, write = stored("qwen3_5_text/plain", tmp_path)
+    text = json.loads((golden.folder / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 3}}
+    (golden.folder / "config.json").write_text(json.dumps(whole))
+    nested = {name.replace("model.", "model.language_model."): value for name, value in weights.items()}
+    write(nested | {"model.visual.blocks.0.attn.qkv.weight": np.zeros((3, 2), np.float32)})
+    assert_same_params(load(golden.folder).params, golden.params)
+
+
+def test_experts_and_convolutions_as_transformers_holds_them(tmp_path):
+    """Stacked, whole and under newer names, where the golden's are those of released checkpoints."""
+    golden, weights, write = stored("kimi_linear/plain", tmp_path)
+    newer = {
+        re.sub(r"self_attn\.(f_[ab]_proj|dt_bias|A_log)", r"self_attn.forget_gate.\1", name).replace(
+            "block_sparse_moe", "mlp"
+        ): value
+        for name, value in weights.items()
+        if not re.search(r"_conv1d\.|\.experts\.", name)
+    }
+    for layer in (0, 2):
+        prefix = f"model.layers.{layer}.self_attn"
+        newer[f"{prefix}.conv1d.weight"] = np.concatenate([weights[f"{prefix}.{x}_conv1d.weight"] for x in "qkv"])
+    for layer in (1, 2):
+        ours, theirs = f"model.layers.{layer}.mlp.experts", f"model.layers.{layer}.block_sparse_moe.experts"
+        halves = [np.concatenate([weights[f"{theirs}.{e}.{half}.weight"] for half in ("w1", "w3")]) for e in range(6)]
+        newer[f"{ours}.gate_up_proj"] = np.stack(halves)
+        newer[f"{ours}.down_proj"] = np.stack([weights[f"{theirs}.{e}.w2.weight"] for e in range(6)])
+    write(newer)
+    assert_same_params(load(golden.folder).params, golden.params)
+
+
+def test_parts_of_unequal_size_are_checked_one_by_one(tmp_path):
+    golden, weights, write = stored("olmo_hybrid/plain", tmp_path)
+    weights["model.layers.0.linear_attn.v_proj.weight"] = np.zeros((16, 24), np.float32)
+    write(weights)
+    with pytest.raises(ValueError, match=r"linear_attn\.v_proj\.weight is \[16, 24\], expected \[32, 24\]$"):
+        load(golden.folder)
+
+
+def test_time_steps_are_clamped_in_mamba2_alone(tmp_path):
+    golden, _, _ = stored("lfm2/plain", tmp_path)
+    with pytest.raises(ValueError, match=r"got a time_step_limit, but .* has no Mamba-2 layers"):
+        load(golden.folder, time_step_limit=(0.0, 1.0))
+
+
 def test_parts_that_are_missing_or_misshapen_are_named(tmp_path):
     golden, weights, write = stored("bamba/plain", tmp_path)
     del weights["model.layers.0.feed_forward.up_proj.weight"]
@@ -86,7 +133,9 @@ def test_routers_stay_float32_in_16_bit_models(tmp_path):
     np.testing.assert_array_equal(moe["router"]["kernel"][...], weights["backbone.layers.1.mixer.gate.weight"].T)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("/plain") and not name.startswith("qwen3_5")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.endswith("/plain") and not name.startswith(("qwen3_5", "olmo", "kimi"))]
+)
 def test_16_bit_models_run_and_stay_near(name, tmp_path):
     """Every family in bfloat16, where mamba2 sums its layers in float32."""
     golden = write_checkpoint(CASES[name], tmp_path / "model")

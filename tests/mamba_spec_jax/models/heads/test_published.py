@@ -210,14 +210,26 @@ def test_drafts_are_those_of_the_definition(carried):
 
 
 def test_speculation_with_the_head_loses_nothing(carried):
+    """Drafts or none through the same compiled steps: the same tokens, and the same bits behind them."""
     _, loaded, _ = carried
     found = ms.load_drafter(loaded.folder, loaded, max_drafts=2)
-    options = {"max_new": 24, "drafter": found.drafter, "drafter_params": found.params}
-    prompts = [[1, 2, 3], [4, 5]]
-    plain = ms.generate(found.target, loaded.params, prompts, depth=0, **options)
-    speculative = ms.generate(found.target, loaded.params, prompts, depth=2, **options)
-    assert speculative.tokens == plain.tokens
-    assert int(speculative.statistics.drafted.sum()) > 0
+
+    @jax.jit
+    def decode(params, drafter_params, state):
+        return ms.decode_until_finished(
+            found.target, params, state, found.drafter, ms.Greedy(), 2, drafter_params=drafter_params
+        )
+
+    def run(limit):
+        options = {"max_drafts": 2, "max_new": 24, "draft_limit": limit, "drafter_params": found.params}
+        state = ms.init_decode(found.target, loaded.params, [[1, 2, 3], [4, 5]], drafter=found.drafter, **options)
+        return decode(loaded.params, found.params, state)
+
+    plain, speculative = run(0), run(2)
+    assert int(plain.statistics.drafted.sum()) == 0
+    assert int(speculative.statistics.drafted.sum()) > 24
+    np.testing.assert_array_equal(speculative.tokens, plain.tokens)
+    jax.tree.map(np.testing.assert_array_equal, speculative.cache.mamba, plain.cache.mamba)
 
 
 def test_what_carries_no_head_or_another_one_is_refused(carried, tmp_path):
