@@ -167,9 +167,7 @@ def _states(cache: HybridCache) -> dict[str, np.ndarray]:
 
     Rows of keys and values past a slot's length may hold anything.
     """
-    cache = jax.device_get(
-        dataclasses.replace(cache, mamba=dataclasses.replace(cache.mamba, ring=None, constants=None))
-    )
+    cache = jax.device_get(cache)
     committed = np.arange(cache.max_len) < cache.lengths[:, None]
     visible = {
         "mamba": {"ssm": cache.mamba.ssm, "conv": cache.mamba.conv},

@@ -13,7 +13,7 @@ from tests.golden.weights import draw_all
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 # The last one of each, which has trained-like time steps: states that remember.
-CASES = {case.family: case for case in FAMILY_CASES}
+CASES = {case.family.removesuffix("_text"): case for case in FAMILY_CASES}
 END = "<|end|>"
 TEMPLATE = "{% for m in messages %}{{ m.role[0] + m.content + eos_token }}{% endfor %}"
 
@@ -24,7 +24,7 @@ def write_family(family: str, folder: Path) -> Path:
         shutil.copytree(GOLDEN / "trained_dt", folder)
     else:
         case = CASES[family]
-        shutil.copytree(GOLDEN / family / case.name, folder)
+        shutil.copytree(GOLDEN / case.family / case.name, folder)
         with np.load(folder / "golden.npz") as arrays:
             shapes = json.loads(str(arrays["shapes"]))
         save_file(draw_all(shapes, case.seed, case.trained_dt), folder / "model.safetensors")

@@ -20,6 +20,8 @@ from .families import CASES, write_family
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SMALL = ("-n", 8, "--drafts", 2, "--strategy", "replay")
+# `qwen3_5_text` is what Qwen3.5's text part is called where it is stored alone.
+TEXT_FAMILIES = {family.removesuffix("_text") for family in FAMILIES}
 DRAFTS = ["prompt lookup", "all wrong", "all right"]
 
 
@@ -32,10 +34,10 @@ def nameless(folder, tmp_path):
 
 
 def test_every_family_has_its_case():
-    assert set(CASES) | {"granitemoehybrid"} == set(FAMILIES)
+    assert set(CASES) | {"granitemoehybrid"} == TEXT_FAMILIES
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(TEXT_FAMILIES))
 def test_every_family_in_bfloat16(run, family, tmp_path):
     """256 tokens with every draft rejected, or accepted, are those of plain decoding: nothing drifts apart."""
     checkpoint = write_family(family, tmp_path / "model")
@@ -133,5 +135,5 @@ def test_a_mistaken_commit_is_found():
     assert [verdict.drafts for verdict in (lookup, wrong, right)] == DRAFTS
     assert not wrong.passed
     assert not wrong.same_tokens
-    assert list(wrong.state_differences) == ["mamba.ssm", "mamba.conv"]
+    assert set(wrong.state_differences) == {"mamba.ssm", "mamba.conv"}
     assert right.same_tokens

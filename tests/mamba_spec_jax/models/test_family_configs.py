@@ -99,7 +99,7 @@ SPELLINGS = [
     ("jamba", {"num_hidden_layers": 14}, "attention_layers", (4, 12)),
     ("jamba", {"num_hidden_layers": 4}, "dense_layers", (0, 2)),
     ("jamba", {"num_experts": 1}, "num_experts", 0),
-    ("jamba", {"hidden_size": 100, "num_attention_heads": 4}, "recurrent.rank", 7),
+    ("jamba", {"hidden_size": 100, "num_attention_heads": 4, "num_key_value_heads": 4}, "recurrent.rank", 7),
     ("jamba", {"mamba_dt_rank": 9}, "recurrent.rank", 9),
     ("kimi_linear", {"num_hidden_layers": 6}, "attention_layers", (4,)),
     (
