@@ -1,32 +1,33 @@
 """What a GPU has to show, in under eight minutes: correct first, then fast. Writes its report as it goes.
 
-1. Every implementation of both ops against its definition, on small random arguments.
-2. Every implementation against plain JAX at the shapes of published models, with as many layers as fit.
-3. The model: speculative decoding is plain decoding, token for token, and bit for bit through one compiled step.
-4. Bytes a second of both ops at those shapes, against a copy on the same device.
-5. Speculative against plain decoding: tokens a second, and the cost ratio of a step.
+1. Every implementation of the ops that move states against its definition, and of the ops that compute against plain
+   JAX on this machine's CPU, on small random arguments.
+2. Snapshots, replay and decoding token by token: the same bits.
+3. Every implementation against plain JAX on the device at the shapes of published models, with as many layers as fit.
+4. The model: speculative decoding is plain decoding, token for token, and bit for bit through one compiled step.
+5. SNAPSHOT against REPLAY at those shapes, by batch and T, and from which batch on REPLAY pays: the crossovers that
+   `CommitStrategy.AUTO` goes by.
+6. Bytes a second of attention, convolution and commit, against a copy on the same device.
+7. Speculative against plain decoding: tokens a second, and the cost ratio of a step.
 
-Run as `python -m benchmarks.gpu_check --json FILE`, from the repository, with a jax that sees the GPU. Parts 1, 2 and 4
-need jax alone, the others flax and jaxtyping too; without the packages that read checkpoints, or without the bundled
-one, the model has random weights. `--quick` shrinks everything and runs anywhere, which proves the script and nothing
-about a GPU. Exits with 1 if a check failed.
+Run as `python -m benchmarks.gpu_check --json FILE`, from the repository, with a jax that sees the GPU and, for part 1,
+the CPU too (JAX_PLATFORMS unset). Parts 4 and 7 need flax and jaxtyping besides jax; without the packages that read
+checkpoints, or without the bundled one, the model has random weights. Each part may use the budget up to some share of
+it, so that none keeps the next from starting. `--install` also writes the report to where AUTO reads it, if it is about
+a GPU and nothing failed. `--quick` shrinks everything and runs anywhere, which proves the script and nothing about a
+GPU. Exits with 1 if a check failed.
 """
 
 import argparse
-import json
+import functools
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks import gpu_ops
-from benchmarks.timing import machine
-
-Section = Callable[[], Iterator[dict[str, Any]]]
+from benchmarks import gpu_kernels, gpu_ops, gpu_passes, gpu_speed, gpu_strategies
+from benchmarks.gpu_report import Report
 
 
 def main() -> int:
@@ -34,20 +35,45 @@ def main() -> int:
     arguments.add_argument("--json", type=Path, required=True, metavar="FILE", help="rewritten after every result")
     arguments.add_argument("--budget", type=float, default=420, help="seconds after which the rest is left out")
     arguments.add_argument("--quick", action="store_true", help="tiny sizes: runs on a CPU too")
+    arguments.add_argument("--install", action="store_true", help="also write the report to where AUTO reads it")
     options = arguments.parse_args()
     on_gpu = jax.default_backend() == "gpu"
     if not on_gpu and not options.quick:
         arguments.error(f"jax runs on {jax.default_backend()!r} here, expected a GPU; --quick tries the script without")
+    if options.quick and options.install:
+        arguments.error("--install needs measurements, and --quick makes none; drop one of them")
 
-    sizes = gpu_ops.QUICK if options.quick else gpu_ops.FULL
-    report = Report(options.json, options.budget, on_gpu, options.quick)
-    report.run("ops against their definition", lambda: gpu_ops.small(sizes))
-    report.run("ops at published shapes", lambda: gpu_ops.published(sizes))
-    report.run("lossless", lambda: _model().lossless(options.quick))
-    report.run("bandwidth", lambda: gpu_ops.bandwidth(sizes))
-    report.run("speed", lambda: _model().speed(options.quick))
+    quick = options.quick
+    report = Report(options.json, options.budget, on_gpu, quick)
+    run_sections(report, quick)
     report.finish()
+    if options.install:
+        path = _installed_at()
+        report.install(path)
+        print(f"installed at {path}")
     return 0 if report.passed else 1
+
+
+def run_sections(report: Report, quick: bool) -> None:
+    """All parts, what matters first."""
+
+    def sizes(module: Any) -> Any:
+        return module.QUICK if quick else module.FULL
+
+    def ways(op: str) -> list[dict[str, Any]]:
+        return [how for _, how in gpu_ops.runnable(op, quick) if how is not None]
+
+    same_bits = functools.partial(gpu_passes.same_bits, *gpu_strategies.layers(sizes(gpu_strategies)), ways)
+    report.run("ops against their definition", lambda: gpu_ops.small(sizes(gpu_ops)), until=0.1)
+    report.run("kernels against plain JAX", lambda: gpu_kernels.small(sizes(gpu_kernels)), until=0.3)
+    report.run("the same bits", same_bits, until=0.36)
+    report.run("kernels at published shapes", lambda: gpu_kernels.published(sizes(gpu_kernels)), until=0.46)
+    report.run("lossless", lambda: _model().lossless(quick), until=0.55)
+    report.run("strategies", lambda: gpu_strategies.sweep(sizes(gpu_strategies)), until=0.86)
+    report.run("attention and convolution", lambda: gpu_speed.ops(sizes(gpu_speed)), until=0.91)
+    report.run("ops at published shapes", lambda: gpu_ops.published(sizes(gpu_ops)), until=0.94)
+    report.run("bandwidth", lambda: gpu_ops.bandwidth(sizes(gpu_ops)), until=0.97)
+    report.run("speed", lambda: _model().speed(quick))
 
 
 def _model() -> Any:
@@ -57,52 +83,11 @@ def _model() -> Any:
     return gpu_model
 
 
-class Report:
-    """Results as they come: each is printed, and written at once with all before it."""
+def _installed_at() -> Path:
+    from mamba_spec_jax.models.strategy import measurements_of
+    from pallas_kernels.dispatch import target
 
-    def __init__(self, path: Path, budget: float, on_gpu: bool, quick: bool):
-        self._path = path
-        self._start = time.perf_counter()
-        self._budget = budget
-        self._content: dict[str, Any] = {"benchmark": "gpu_check", **machine(), "gpu": on_gpu, "quick": quick}
-        if not on_gpu:
-            self._content["note"] = "NO GPU: kernels were interpreted on the CPU, and no number here is about a GPU"
-        self._content |= {"complete": False, "passed": True, "sections": {}}
-        self._write()
-
-    @property
-    def passed(self) -> bool:
-        return self._content["passed"]
-
-    def run(self, name: str, section: Section) -> None:
-        """A section's results until the budget is spent; an exception is one more result, and a failure."""
-        results = self._content["sections"].setdefault(name, [])
-        try:
-            coming = section()
-            while time.perf_counter() - self._start < self._budget:
-                result = next(coming, None)
-                if result is None:
-                    return
-                self._add(name, results, result)
-            self._add(name, results, {"left_out": "what is missing here: the time budget was spent"})
-        except Exception as error:
-            traceback.print_exc()
-            self._add(name, results, {"ok": False, "error": f"{type(error).__name__}: {error}"})
-
-    def finish(self) -> None:
-        self._content["complete"] = True
-        self._write()
-
-    def _add(self, name: str, results: list[dict[str, Any]], result: dict[str, Any]) -> None:
-        self._content["passed"] &= result.get("ok", True)
-        self._content["seconds"] = round(time.perf_counter() - self._start, 1)
-        results.append(result)
-        print(f"{self._content['seconds']:6.1f} s  {name}: {json.dumps(result, default=str)}", flush=True)
-        self._write()
-
-    def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._content, indent=2, default=str) + "\n", encoding="utf-8")
+    return measurements_of(target())
 
 
 if __name__ == "__main__":

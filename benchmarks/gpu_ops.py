@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import ops
+from benchmarks.gpu_report import Results
 from benchmarks.timing import measure, rounded
 from pallas_kernels import dispatch
 from pallas_kernels.state_commit.shapes import SHAPES, CommitShape
 from tests.pallas_kernels import oracle
 
-IMPLEMENTATIONS: tuple[dispatch.Implementation, ...] = ("xla", "triton", "mosaic_gpu")
 SMALL_SHAPES = {"odd": (3, 5, 7), "even": (2, 8, 16)}
 DTYPES = {"f32, bf16": ("f32", "bf16"), "bf16": ("bf16", "bf16"), "f16": ("f16", "f16")}
-Results = Iterator[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,7 @@ QUICK = Sizes({"tiny": TINY}, slots=13, batch=4, widths=(3,), memory_share=0.5, 
 def small(sizes: Sizes) -> Results:
     """Random bits and indices, some of them out of range: every byte of the pools must be as the definition says."""
     for op in ops.OPS:
-        for name, static in _runnable(op, sizes):
+        for name, static in runnable(op, sizes.interpret):
             if static is None:
                 yield {"op": op, "implementation": name, "cannot_run": True}
                 continue
@@ -83,7 +82,7 @@ def published(sizes: Sizes) -> Results:
                 )
 
             expected = call({"implementation": "xla"})
-            for name, static in _runnable(op, sizes):
+            for name, static in runnable(op, sizes.interpret):
                 if name != "xla" and static is not None:
                     yield {
                         "op": op,
@@ -103,7 +102,7 @@ def bandwidth(sizes: Sizes) -> Results:
         for op, width, tree in _cases(sizes):
             fitting = _fit(op, shape, sizes, width, pools=1)
             moved = ops.moved_bytes(op, fitting, sizes.batch, tracked=True)
-            for name, static in _runnable(op, sizes):
+            for name, static in runnable(op, sizes.interpret):
                 if static is None or (sizes.interpret and name != "xla"):
                     continue
                 given = ops.arguments(op, fitting, sizes.slots, sizes.batch, width, tracked=True, tree=tree)
@@ -131,16 +130,23 @@ def _cases(sizes: Sizes) -> Iterator[tuple[str, int, bool]]:
     yield "state_scatter", sizes.widths[0], False
 
 
-def _runnable(op: str, sizes: Sizes) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Each implementation with the options that run it here; None where nothing does."""
-    for name in IMPLEMENTATIONS:
-        interpret = sizes.interpret and name != "xla" and jax.default_backend() != "gpu"
+def runnable(op: str, interpret: bool) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each implementation with the options that run it here, interpreted if need be; None where nothing does."""
+    for name in dispatch.OPS[op]:
+        interpreted = interpret and name != "xla" and jax.default_backend() != "gpu"
         try:
-            dispatch.resolve(op, name, interpret)
+            dispatch.resolve(op, name, interpreted)
         except NotImplementedError:
             yield name, None
         else:
-            yield name, {"implementation": name} | ({"interpret": True} if interpret else {})
+            yield name, {"implementation": name} | ({"interpret": True} if interpreted else {})
+
+
+def free_bytes() -> int:
+    """Of the device's memory; 2 GiB where it does not say."""
+    (device,) = jnp.zeros(()).devices()
+    stats = device.memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else 2**31
 
 
 def _as_defined(op: str, rng: Any, state: tuple[int, ...], dtypes: tuple[str, str], tree: bool, static: Any) -> bool:
@@ -175,9 +181,7 @@ def _as_defined(op: str, rng: Any, state: tuple[int, ...], dtypes: tuple[str, st
 
 def _fit(op: str, shape: CommitShape, sizes: Sizes, width: int, pools: int) -> CommitShape:
     """The shape with as many layers as fit: pools, snapshots, and twice what is moved for temporaries or a copy."""
-    (device,) = jnp.zeros(()).devices()
-    stats = device.memory_stats() or {}
-    free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else 2**31
+    free = free_bytes()
     layer = dataclasses.replace(shape, layers=1)
     shapes = ops.OPS[op][1].arguments(layer, sizes.slots, sizes.batch, width, tracked=True)
     needed = ops.total_bytes(shapes) + (pools - 1) * ops.total_bytes(shapes, ops.OPS[op][2])
