@@ -106,11 +106,12 @@ class Mamba1(Recurrence):
         A, D = self._constants(inputs)["A"], inputs.weights.D.astype(jnp.float32)
         h0 = state.at[index, at].get(mode="fill", fill_value=0)
         if ring is not None and fold is not None:
+            # Written before the history is read, which they lie behind: the other way round XLA copies the ring.
+            kept = {"x": tokens.x, "dt": tokens.dt, "B": tokens.B}
+            ring = rings.write_tokens(ring, index, batch.slots, kept)
             counts = rings.rows_of(ring.counts, batch.slots)
             h0 = self._fold(h0, rings.read_history(ring, index, batch.slots), {"A": A}, counts)
             state = state.at[index, jnp.where(fold, at, state.shape[1])].set(h0, mode="drop")
-            kept = {"x": tokens.x, "dt": tokens.dt, "B": tokens.B}
-            ring = rings.write_tokens(ring, index, batch.slots, kept)
         if batch.parents is None:
             y, _, snapshots = _step_scan(h0, tokens, A, D, snapshots, index)
         else:
