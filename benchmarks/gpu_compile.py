@@ -8,30 +8,28 @@ from typing import Any, TypeVar
 import jax
 
 Key = TypeVar("Key")
-_MOST_WORKERS = 8
+_MOST_WORKERS = 16
 
 
 def compile_all(
-    programs: Mapping[Key, Callable[[], jax.stages.Lowered]], *, unoptimised: bool = False
+    programs: Mapping[Key, Callable[[], jax.stages.Lowered]],
 ) -> dict[Key, Callable[[], Any]]:
     """Lowers every program in turn and compiles them side by side; returns when all are done.
 
     Args:
         programs: what lowers each of them.
-        unoptimised: for programs that run once, on a CPU.
 
     Returns:
         for each key a function that returns the compiled program, or raises what lowering or compiling it raised.
     """
-    with ThreadPoolExecutor(max(1, min(_MOST_WORKERS, (os.cpu_count() or 2) // 2))) as pool:
-        options = {"xla_backend_optimization_level": 0} if unoptimised else None
-        futures = {key: _submit(pool, lower, options) for key, lower in programs.items()}
+    with ThreadPoolExecutor(max(1, min(_MOST_WORKERS, (os.cpu_count() or 2) - 1))) as pool:
+        futures = {key: _submit(pool, lower) for key, lower in programs.items()}
     return {key: future.result for key, future in futures.items()}
 
 
-def _submit(pool: ThreadPoolExecutor, lower: Callable[[], jax.stages.Lowered], options: Any) -> Future:
+def _submit(pool: ThreadPoolExecutor, lower: Callable[[], jax.stages.Lowered]) -> Future:
     try:
-        return pool.submit(lower().compile, options)
+        return pool.submit(lower().compile)
     except Exception as error:
         failed: Future = Future()
         failed.set_exception(error)

@@ -4,7 +4,6 @@ L layers, S slots, B rows, T tokens, Q ring length, M positions of a slot's keys
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ _POOLS = ("state", "conv_state")
 _WRITTEN = ("snapshots", "conv_inputs")
 _UNREAD = {"q", "k", "v", "g", "beta"}  # behind a row's tokens; x, B and C only have to be finite there, with dt = 0
 _BETWEEN = {"dt": (0.02, 1.0), "g": (-1.0, -0.02), "beta": (0.05, 0.95), "A": (-2.0, -0.1)}  # the rest is normal
-_TABLE = 65521  # a prime: no dimension divides it
 
 
 def draw(shapes: dict[str, Any], layer: int, *, padding: bool, seed: int = 0) -> dict[str, Any]:
@@ -64,9 +62,13 @@ def draw(shapes: dict[str, Any], layer: int, *, padding: bool, seed: int = 0) ->
 
 
 def fill(shapes: Any) -> Any:
-    """Arrays of any size full of small numbers that repeat, for a clock: integers are zero."""
-    table = np.random.default_rng(0).uniform(0.1, 0.9, _TABLE).astype(np.float32)
-    return jax.tree.map(lambda leaf: _repeated(leaf.shape, leaf.dtype, table), shapes)
+    """Arrays of any size for a clock: numbers below 1 that differ from place to place, decays below 0, integers 0."""
+
+    def made(path, leaf):
+        low, _ = _BETWEEN.get(getattr(path[-1], "key", ""), (0.0, 1.0))
+        return _hashed(leaf.shape, leaf.dtype, -1 if low < 0 else 1)
+
+    return jax.tree_util.tree_map_with_path(made, shapes)
 
 
 def _rows(rng: np.random.Generator, shapes: dict[str, Any], padding: bool) -> dict[str, np.ndarray]:
@@ -132,9 +134,11 @@ def _placed(shape, dtype, layer, slots, values):
     return jnp.full(shape, jnp.nan, dtype).at[layer, slots].set(values.astype(dtype), mode="drop")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _repeated(shape, dtype, table):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _hashed(shape, dtype, sign):
     if not jnp.issubdtype(dtype, jnp.floating):
         return jnp.zeros(shape, dtype)
-    place = jax.lax.iota(jnp.uint32, math.prod(shape)) % _TABLE
-    return table[place].reshape(shape).astype(dtype)
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        place = place * jnp.uint32(2654435761) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return (sign * ((place >> 8).astype(jnp.float32) / 2**24)).astype(dtype)

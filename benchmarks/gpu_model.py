@@ -53,7 +53,7 @@ def lossless(quick: bool) -> Results:
     with jax.default_matmul_precision("highest"):
         config, params, weights = _load(ms.DTypePolicy.float32())
         plain = ms.generate(ms.HybridModel.create(config), params, _prompts(4), depth=0, max_new=new).tokens
-        for mode, strategy in FORMS:
+        for mode, strategy in FORMS[:1] if quick else FORMS:
             model = ms.HybridModel.create(config, speculative_mode=mode, strategy=strategy)
             generation = ms.generate(model, params, _prompts(4), depth=DRAFTS, max_new=new)
             differences = _differences(model, params, generation.tokens, plain)
@@ -64,7 +64,7 @@ def lossless(quick: bool) -> Results:
                 "differences": differences,
                 "mean_acceptance_length": rounded(generation.statistics.mean_acceptance_length),
             }
-        for strategy in (ms.CommitStrategy.SNAPSHOT, ms.CommitStrategy.REPLAY):
+        for strategy in (ms.CommitStrategy.REPLAY, ms.CommitStrategy.SNAPSHOT)[: 1 if quick else 2]:
             model = ms.HybridModel.create(config, strategy=strategy)
             plainly, drafting = (_final_state(model, params, limit, new) for limit in (0, DRAFTS))
             same = {
@@ -83,18 +83,18 @@ def lossless(quick: bool) -> Results:
 
 def speed(quick: bool) -> Results:
     """In the dtypes that suit the device; ratios are within one run."""
-    new, rounds = (8, 1) if quick else (256, 5)
+    new, rounds, widths = (8, 1, (0, DRAFTS)) if quick else (256, 5, (0, 1, DRAFTS, 8, 16))
     gpu = jax.default_backend() == "gpu"
     config, params, weights = _load(ms.DTypePolicy.bfloat16() if gpu else ms.DTypePolicy.float32())
     model = ms.HybridModel.create(config, ms.DTypePolicy.bfloat16() if gpu else None)
-    for batch in (1, 8):
+    for batch in (1,) if quick else (1, 8):
         cases = {
             depth: lambda depth=depth, batch=batch: (
                 lambda: np.asarray(
                     ms.generate(model, params, _prompts(batch), depth=depth, max_new=new).statistics.passes
                 )
             )
-            for depth in (0, DRAFTS, 8, "auto")
+            for depth in ((0, DRAFTS) if quick else (0, DRAFTS, 8, "auto"))
         }
         samples = measure(cases, rounds)
         yield {
@@ -103,7 +103,7 @@ def speed(quick: bool) -> Results:
             "plain_tokens_per_second": rounded(batch * new / samples.median(0)),
             "speedup": {str(depth): rounded(samples.ratio(0, depth)) for depth in cases if depth != 0},
         }
-        steps = {f"T = {drafts + 1}": _steps(model, params, batch, drafts) for drafts in (0, 1, DRAFTS, 8, 16)}
+        steps = {f"T = {drafts + 1}": _steps(model, params, batch, drafts) for drafts in widths}
         samples = measure(steps, rounds)
         yield {
             "batch": batch,

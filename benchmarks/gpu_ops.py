@@ -15,15 +15,13 @@ from pallas_kernels import dispatch
 from pallas_kernels.state_commit.shapes import SHAPES, CommitShape
 from tests.pallas_kernels import oracle
 
-SMALL_SHAPES = {"odd": (3, 5, 7), "even": (2, 8, 16)}
-DTYPES = {"f32, bf16": ("f32", "bf16"), "bf16": ("bf16", "bf16"), "f16": ("f16", "f16")}
-
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """How large everything is.
 
     Attributes:
+        small, dtypes: states and dtypes of small arguments.
         shapes: of the models.
         slots, batch, widths: S, B and the T to try; tracked sets need 2 B <= S.
         memory_share: of the device's free memory that one call may take.
@@ -31,6 +29,8 @@ class Sizes:
         interpret: whether GPU kernels are interpreted where the device cannot run them.
     """
 
+    small: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, tuple[str, str]]
     shapes: Mapping[str, CommitShape]
     slots: int
     batch: int
@@ -41,9 +41,16 @@ class Sizes:
     interpret: bool
 
 
-FULL = Sizes(SHAPES, slots=193, batch=64, widths=(5, 17), memory_share=0.8, calls=10, rounds=7, interpret=False)
+FULL = Sizes(
+    small={"odd": (3, 5, 7), "even": (2, 8, 16)},
+    dtypes={"f32, bf16": ("f32", "bf16"), "bf16": ("bf16", "bf16"), "f16": ("f16", "f16")},
+    shapes=SHAPES, slots=193, batch=64, widths=(5, 17), memory_share=0.8, calls=10, rounds=7, interpret=False,
+)  # fmt: skip
 TINY = CommitShape(layers=2, state=(2, 8, 16), channels=48, conv_width=4, conv_dtype=jnp.float32)
-QUICK = Sizes({"tiny": TINY}, slots=13, batch=4, widths=(3,), memory_share=0.5, calls=2, rounds=2, interpret=True)
+QUICK = Sizes(
+    small={"odd": (3, 5, 7)}, dtypes={"f32, bf16": ("f32", "bf16")}, shapes={"tiny": TINY}, slots=13, batch=4,
+    widths=(3,), memory_share=0.5, calls=2, rounds=2, interpret=True,
+)  # fmt: skip
 
 
 def small(sizes: Sizes) -> Results:
@@ -53,11 +60,11 @@ def small(sizes: Sizes) -> Results:
             if static is None:
                 yield {"op": op, "implementation": name, "cannot_run": True}
                 continue
-            for kind, dtypes in DTYPES.items():
+            for kind, dtypes in sizes.dtypes.items():
                 for tree in (False, True) if op == "state_commit" else (False,):
                     rng = np.random.default_rng(7)
                     wrong = [
-                        case for case, x in SMALL_SHAPES.items() if not _as_defined(op, rng, x, dtypes, tree, static)
+                        case for case, x in sizes.small.items() if not _as_defined(op, rng, x, dtypes, tree, static)
                     ]
                     yield {
                         "op": op,

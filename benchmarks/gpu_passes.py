@@ -23,6 +23,7 @@ from pallas_kernels.gated_delta_update import gated_delta_update
 from pallas_kernels.gated_delta_update import shapes as delta_shapes
 from pallas_kernels.selective_state_update import shapes as ssm_shapes
 
+Ways = Callable[[str], list[dict[str, Any]]]
 Carry = dict[str, Any]
 Step = Callable[[Carry, dict[str, Any], jax.Array, jax.Array], Carry]  # arguments: carry, inputs, slots, last nodes
 
@@ -141,16 +142,19 @@ def decode_step(op: Recurrence, **how: Any) -> Step:
     return step
 
 
-def same_bits(layers: tuple[tuple[str, Mamba2 | GatedDelta], ...], steps: int, tokens: int, ways: Any) -> Results:
+def same_bits(
+    layers: tuple[tuple[str, Mamba2 | GatedDelta], ...], steps: int, tokens: int, dtypes: tuple[str, ...], ways: Ways
+) -> Results:
     """Steps that accept different numbers of tokens: snapshots, replay and decoding must have the same bits.
 
     Args:
         layers: named recurrent layers.
         steps: passes in a row.
         tokens: T.
+        dtypes: of states and inputs.
         ways: for an op's name, the options of each implementation to try.
     """
-    for (name, layer), dtype in ((each, dtype) for each in layers for dtype in ("float32", "bfloat16")):
+    for (name, layer), dtype in ((each, dtype) for each in layers for dtype in dtypes):
         op, shape = shape_of(layer, 1, state_dtype=jnp.dtype(dtype), dtype=jnp.dtype(dtype))
         for how in ways(op.name):
             case = {"op": op.name, "shape": name, "dtype": dtype, "implementation": how["implementation"]}

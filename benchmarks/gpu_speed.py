@@ -60,7 +60,7 @@ QUICK = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op whose output is its next input: `call(given, how)` returns what changes, of what was given."""
+    """An op called again and again, on other slots each time: `call(given, how)` returns what changes."""
 
     op: str
     label: dict[str, Any]
@@ -74,7 +74,12 @@ class Case:
         """Calls one after the other."""
 
         def run(changing, given):
-            return jax.lax.fori_loop(0, calls, lambda _, changing: self.call(given | changing, **how), changing)
+            def body(i, changing):
+                # Or XLA would find that plain JAX computes the same in every turn.
+                turned = {"slots": (given["slots"] + i) % self.batch}
+                return self.call(given | changing | turned, **how)
+
+            return jax.lax.fori_loop(0, calls, body, changing)
 
         return jax.jit(run, donate_argnums=0).lower(*self.split(self.shapes))
 
@@ -153,25 +158,29 @@ def _attention(model: Model, tokens: int, batch: int, context: int) -> Case:
     max_len = context + tokens
 
     def call(given, **how):
-        return {"query": decode_attention(**given, scale=model.attention.head_dim**-0.5, **how)}
+        given = {name: value for name, value in given.items() if name != "outputs"}
+        return {"outputs": decode_attention(**given, scale=model.attention.head_dim**-0.5, **how)}
 
     shapes = attention_shapes.arguments(model.attention, batch, max_len, batch, tokens)
+    shapes["outputs"] = shapes["query"]
     label = {"shape": model.name, "T": tokens, "batch": batch, "lengths": context, "num_tokens": tokens}
     moved = byte_model.attention(model, tokens, batch, context, max_len)
-    return Case("decode_attention", label, shapes, ("query",), call, moved, batch)
+    return Case("decode_attention", label, shapes, ("outputs",), call, moved, batch)
 
 
 def _convolution(model: Model, tokens: int, batch: int) -> Case:
     shape = conv_shapes.ConvShape(1, model.channels, model.conv_width)
 
     def call(given, **how):
+        given = {name: value for name, value in given.items() if name != "outputs"}
         result = causal_conv1d_update(**given, layer=0, **how)
-        return {"x": result.y, "conv_inputs": result.conv_inputs}
+        return {"outputs": result.y, "conv_inputs": result.conv_inputs}
 
     shapes = conv_shapes.arguments(shape, batch, batch, tokens, record=True)
+    shapes["outputs"] = shapes["x"]
     label = {"shape": model.name, "T": tokens, "batch": batch}
     # The pass alone: window and inputs read, inputs and outputs written.
     row = model.channels * byte_model.INPUT
     window = (model.conv_width - 1) * row + (model.conv_width + 1) * row / batch
     moved = Bytes(window + tokens * row, 2 * tokens * row, window + 2 * tokens * row)
-    return Case("causal_conv1d_update", label, shapes, ("x", "conv_inputs"), call, moved, batch)
+    return Case("causal_conv1d_update", label, shapes, ("outputs", "conv_inputs"), call, moved, batch)

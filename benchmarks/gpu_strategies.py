@@ -171,11 +171,6 @@ def sweep(sizes: Sizes) -> Results:
             yield {"T": tokens, "crossover": crossover(ratios)}
 
 
-def layers(sizes: Sizes) -> tuple[tuple[tuple[str, Mamba2 | GatedDelta], ...], int, int]:
-    """The same layers for `gpu_passes.same_bits`: named, how many steps, T."""
-    return tuple((model.name, model.recurrence) for model in sizes.models), 4 * sizes.tokens[0], sizes.tokens[0]
-
-
 def crossover(ratios: Mapping[int, list[float]]) -> int | None:
     """The least batch from which REPLAY is never slower, at any larger batch that was measured; None if there is none.
 
@@ -192,8 +187,10 @@ def crossover(ratios: Mapping[int, list[float]]) -> int | None:
 
 def _cases(cell: Cell) -> dict[str, tuple[str, dict[str, Any]]]:
     """Strategies with the options of their ops: the device's own choice, then what it is compared with."""
-    chosen = dispatch.resolve(cell.model.recurrence.op, None).implementation
-    cases = {strategy: (strategy, {"implementation": chosen}) for strategy in ("snapshot", "replay")}
+    chosen: str = dispatch.resolve(cell.model.recurrence.op, None).implementation
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        strategy: (strategy, {"implementation": chosen}) for strategy in ("snapshot", "replay")
+    }
     if cell.batch in cell.sizes.xla and chosen != "xla":
         cases["xla snapshot"] = "snapshot", {"implementation": "xla"}
     if cell.batch in cell.sizes.chunked and cell.model.recurrence.op == "selective_state_update":
@@ -208,9 +205,11 @@ def _measured(cell: Cell, programs: Mapping[str, tuple[str, Callable[[], Any]]])
     free = cell.sizes.memory_share * free_bytes()
     if needed > free:
         return {"left_out": f"it needs {needed:,} bytes, but {int(free):,} may be used"}
-    runs = {case: _advancing(program(), *cell.arguments(strategy)) for case, (strategy, program) in programs.items()}
-    copy = copying(cell.sizes.copied, 2)
-    samples = measure({case: lambda run=run: run for case, run in (runs | {"copy": copy}).items()}, cell.sizes.rounds)
+    runs: dict[str, Callable[[], Any]] = {
+        case: _advancing(program(), *cell.arguments(strategy)) for case, (strategy, program) in programs.items()
+    }
+    runs["copy"] = copying(cell.sizes.copied, 2)
+    samples = measure({case: functools.partial(_as_it_is, run) for case, run in runs.items()}, cell.sizes.rounds)
     copy_speed = 2 * 2 * cell.sizes.copied / samples.median("copy")
     of_cases = {
         case: over_copy(samples.median(case) / cell.steps, cell.moved(strategy), cell.rows, copy_speed, per=cell.layers)
@@ -238,4 +237,9 @@ def _advancing(program: Any, carry: Carry, given: dict[str, Any]) -> Callable[[]
         carry = program(carry, given)
         return carry
 
+    return run
+
+
+def _as_it_is(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Nothing to prepare."""
     return run
