@@ -28,10 +28,9 @@ def update(
     """The outputs, and the buffers with what the pass left in them."""
     h0 = read_states(state, layer, slots)
     if ring is not None and fold is not None:
-        # Written before the history is read, which they lie behind: the other way round XLA copies the ring.
-        ring = write_tokens(ring, layer, slots, {"x": inputs.x, "dt": inputs.dt, "B": inputs.B})
         h0 = _fold(form, h0, history(ring, layer, slots), A, rows_of(ring.counts, slots))
         state = write_states(state, layer, jnp.where(fold, slots, -1), h0)
+        ring = write_tokens(ring, layer, _after(slots, h0), {"x": inputs.x, "dt": inputs.dt, "B": inputs.B})
     if form == "chunk":
         y, snapshots = dual.window_scan(h0, inputs, A, D, parents, snapshots, layer)
         if writes_state:
@@ -76,6 +75,14 @@ def write_states(state: jax.Array, layer: int, slots: jax.Array, h: jax.Array) -
 def history(ring: Ring, layer: int, slots: jax.Array) -> SSMInputs:
     """Each row's ring in one layer, oldest first."""
     return SSMInputs(**read_history(ring, layer, slots), C=None)
+
+
+def _after(slots: jax.Array, h: jax.Array) -> jax.Array:
+    """The slots, known only when h is: what is written there cannot be written before h has read the ring.
+
+    Without a dependency between the two XLA copies the ring before it writes; a barrier is gone when it decides.
+    """
+    return slots + jnp.minimum(jnp.isnan(h[:, 0, 0, 0]).astype(jnp.int32), 0)
 
 
 def _fold(form: Form, h0: jax.Array, inputs: SSMInputs, A: jax.Array, num_tokens: jax.Array) -> jax.Array:
