@@ -112,13 +112,14 @@ def update(
                 h = _replay(columns, history, buffers.ring, A, h)
                 columns.store_state(buffers.state, tile.slot, h, where=tile.exists & reads.fold[tile.row])
                 _keep_B(columns, buffers.ring, entries, window, B)
-            if buffers.snapshots is not None:
+            carried, scores = carried + _dot(h, C.T), scores + _dot(B, C.T)
+            if buffers.snapshots is not None:  # once C's registers are free
                 lax.fori_loop(
                     0, T, lambda i, _: columns.store_snapshot(buffers.snapshots, i, state_after(i, h, B)), None
                 )
             if writes_state:
                 columns.store_state(buffers.state, tile.slot, state_after(T - 1, h, B), where=tile.exists)
-            return carried + _dot(h, C.T), scores + _dot(B, C.T)
+            return carried, scores
 
         zeros = jnp.zeros((blocks.rows, padded), jnp.float32), jnp.zeros((padded, padded), jnp.float32)
         carried, scores = lax.fori_loop(0, pl.cdiv(tile.state, blocks.cols), take_columns, zeros)
