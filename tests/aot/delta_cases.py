@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_update import fold_history, gated_delta_update, shapes
 from tests.aot.inspect import Kernel, Program
+from tests.aot.targets import shapes_for
 
 SLOTS, BATCH, LAYER = 257, 8, 3
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100")
@@ -47,7 +48,7 @@ def cases(target: str) -> Iterator[Case]:
     """Everything compiled for a target; nothing where the kernel does not run."""
     if target not in TARGETS:
         return
-    for model, shape in shapes.SHAPES.items():
+    for model, shape in shapes_for(target, shapes.SHAPES).items():
         for keep, tokens, length, tree in _PASSES:
             yield _update_case(model, shape, keep, tokens, length, tree)
         yield _fold_case(model, shape)
@@ -58,7 +59,7 @@ def cases(target: str) -> Iterator[Case]:
 
 def expected(target: str) -> int:
     """How many cases a target has."""
-    return len(shapes.SHAPES) * (len(_PASSES) + 1) + 3 if target in TARGETS else 0
+    return len(shapes_for(target, shapes.SHAPES)) * (len(_PASSES) + 1) + 3 if target in TARGETS else 0
 
 
 def broken_promises(case: Case, program: Program) -> list[str]:
