@@ -177,7 +177,7 @@ class _Walk:
         return carry
 
     def _scan(self, equation, *arguments):
-        body, fixed, carried = equation.params["jaxpr"], equation.params["num_consts"], equation.params["num_carry"]
+        body, (fixed, carried) = equation.params["jaxpr"], _constants_and_carry(equation.params)
         consts, carry, rows = arguments[:fixed], list(arguments[fixed : fixed + carried]), arguments[fixed + carried :]
         steps = range(equation.params["length"])
         for i in reversed(steps) if equation.params["reverse"] else steps:
@@ -304,3 +304,11 @@ def _kernel_name(equation) -> str:
 
 def _name(path) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def _constants_and_carry(scan: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's arguments are constants, and how many its carry; jax 0.12 has them as a tree of three."""
+    if "ft_in" in scan:
+        constants, carry, _ = scan["ft_in"].unpack()
+        return len(constants), len(carry)
+    return scan["num_consts"], scan["num_carry"]
