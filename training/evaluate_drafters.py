@@ -45,8 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=None, help="write the table there too")
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--strategy", choices=("snapshot", "replay"), default="snapshot", help="of the target")
     options = parser.parse_args()
-    loaded = ms.load(TINY)
+    loaded = ms.load(TINY, strategy=ms.CommitStrategy(options.strategy))
     tokenizer: Any = loaded.tokenizer
     kinds = (PromptKind.FREE, PromptKind.EDIT)
     prompts = [tokenizer.encode(text).ids for kind in kinds for text in demo_prompts(kind, NUM_PROMPTS)]
@@ -79,7 +80,10 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(
-            json.dumps({"drafts": DRAFTS, "new_tokens": options.new_tokens, "table": table}, indent=2)
+            json.dumps(
+                {"drafts": DRAFTS, "new_tokens": options.new_tokens, "strategy": options.strategy, "table": table},
+                indent=2,
+            )
         )
 
 
