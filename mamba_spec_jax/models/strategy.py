@@ -40,9 +40,8 @@ def choose_strategy(batch: int, num_tokens: int, device: Device | None = None) -
     least_batch = {int(T): least for T, least in json.loads(path.read_text(encoding="utf-8"))["crossovers"].items()}
     measured = [T for T in sorted(least_batch) if num_tokens >= T]
     if not measured:
-        return StrategyChoice(
-            CommitStrategy.SNAPSHOT, f"{path.stem} was measured from T = {min(least_batch)} on, not at {num_tokens}"
-        )
+        known = ", ".join(map(str, sorted(least_batch))) or "none"
+        return StrategyChoice(CommitStrategy.SNAPSHOT, f"{path.stem} was measured at T = {known}, not at {num_tokens}")
     least = least_batch[measured[-1]]
     if least is None:
         return StrategyChoice(CommitStrategy.SNAPSHOT, f"REPLAY never paid on {device.kind} at T = {measured[-1]}")

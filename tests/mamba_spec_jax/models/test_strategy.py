@@ -35,7 +35,7 @@ def measured(monkeypatch, tmp_path):
         (31, 7, SNAPSHOT, "pays from batch 32 on at T = 4"),
         (8, 8, REPLAY, "pays from batch 8 on at T = 8"),
         (512, 17, SNAPSHOT, "REPLAY never paid on NVIDIA Imagined-1 80GB at T = 16"),
-        (512, 3, SNAPSHOT, "was measured from T = 4 on, not at 3"),
+        (512, 3, SNAPSHOT, "was measured at T = 4, 8, 16, not at 3"),
     ],
 )
 def test_measurements_decide(measured, batch, num_tokens, expected, reason):
