@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.accesses import Kernel, count_accesses
 from benchmarks.byte_model import ring_length, steady_state
 from benchmarks.published import Mamba2, Model
-from pallas_kernels import decode_attention, dispatch, state_commit
+from pallas_kernels import decode_attention, state_commit
 from pallas_kernels.decode_attention import shapes as attention_shapes
 from pallas_kernels.ring import Ring
 from pallas_kernels.state_commit import shapes as commit_shapes
@@ -37,11 +37,6 @@ class Counted:
     def times(self, factor: float) -> "Counted":
         """Every byte `factor` times."""
         return Counted(self.distinct * factor, self.issued * factor)
-
-
-def written(op: str) -> bool:
-    """Whether an op has a Triton kernel to count."""
-    return "triton" in dispatch.OPS.get(op, ())
 
 
 def recurrence(model: Model, strategy: str, tokens: int, itemsize: int) -> Counted:

@@ -40,7 +40,7 @@ def recurrences(count: bool) -> Iterator[Row]:
                     for which, is_tree in ((("snapshot",), False), (("replay",), False), (("replay",), True))
                 )
                 counted: list[float | None] = [None, None]
-                if count and (itemsize, tokens) in COUNTED and byte_counts.written(model.recurrence.op):
+                if count and (itemsize, tokens) in COUNTED:
                     counted = [
                         (byte_counts.recurrence(model, strategy, tokens, itemsize).distinct - moved.window) / S
                         for strategy, moved in (("snapshot", snapshot), ("replay", replay))
@@ -65,7 +65,7 @@ def others(count: bool) -> Iterator[Row]:
             for batch in BATCHES:
                 conv = byte_model.convolution(model, tokens, batch)
                 counted = None
-                if count and batch == BATCHES[-1] and byte_counts.written("causal_conv1d_update"):
+                if count and batch == BATCHES[-1]:
                     counted = byte_counts.convolution(model, tokens).distinct
                 yield _other(model, "causal_conv1d_update", tokens, str(batch), conv, counted)
                 attention = byte_model.attention(model, tokens, batch, CONTEXT, MAX_LEN)

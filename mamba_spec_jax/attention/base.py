@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from mamba_spec_jax.array_types import Ancestors, Array, Float, Parents, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths, slot_index
 from mamba_spec_jax.cache.records import VerifyRecord
-from mamba_spec_jax.cache.tree import ancestor_mask, earlier_parents
 from mamba_spec_jax.modes import ForwardMode
+from pallas_kernels.tree import ancestor_mask, earlier_parents
 
 
 @flax.struct.dataclass

@@ -11,27 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_spec_jax.array_types import Ancestors, Int32, Parents, Rows
-from pallas_kernels.state_commit.window import earlier
-
-
-def earlier_parents(parents: Parents) -> Parents:
-    """The parents as int32, -1 where one is not an earlier node."""
-    parents = jnp.asarray(parents, jnp.int32)
-    return earlier(parents, jnp.arange(parents.shape[-1], dtype=jnp.int32))
-
-
-def ancestor_mask(parents: Parents) -> Ancestors:
-    """`[b, t, j]` whether node j is on the path from the root to node t, t itself included."""
-    jump = earlier_parents(parents)
-    T = jump.shape[-1]
-    mask = jnp.broadcast_to(jnp.eye(T, dtype=bool), (*jump.shape, T))
-    # Each round doubles how far back a node has looked, and how far its next jump goes.
-    for _ in range((T - 1).bit_length()):
-        target = jnp.maximum(jump, 0)
-        mask |= jnp.take_along_axis(mask, target[..., None], axis=-2) & (jump >= 0)[..., None]
-        jump = jnp.where(jump >= 0, jnp.take_along_axis(jump, target, axis=-1), -1)
-    return mask
+from mamba_spec_jax.array_types import Int32, Parents, Rows
+from pallas_kernels.tree import ancestor_mask
 
 
 def depths(parents: Parents) -> Int32[jax.Array, "B T"]:

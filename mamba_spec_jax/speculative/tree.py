@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_spec_jax.array_types import Array, Float, Int32, Parents, Rows
-from mamba_spec_jax.cache.tree import earlier_parents
+from pallas_kernels.tree import earlier_parents
 
 
 @dataclasses.dataclass(frozen=True)

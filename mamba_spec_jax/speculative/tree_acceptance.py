@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Bool, Float, Logits, Parents, Rows, Seeds, Tokens
 from mamba_spec_jax.cache.records import Draft
-from mamba_spec_jax.cache.tree import ancestor_mask, earlier_parents
 from mamba_spec_jax.speculative.rejection import normalised, residual, without
 from mamba_spec_jax.speculative.sampling import Purpose, draw_keys, draw_tokens, draw_uniforms
+from pallas_kernels.tree import ancestor_mask, earlier_parents
 
 
 def walk_tree(draft: Draft, targets: Tokens, vocab: int) -> tuple[Rows, Rows]:

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Int32, Rows, Tokens
-from mamba_spec_jax.cache.tree import ancestor_mask
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter, EagleState
 from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Progress, Proposal
 from mamba_spec_jax.speculative.sampling import TokenChoice
 from mamba_spec_jax.speculative.tree import select_best
+from pallas_kernels.tree import ancestor_mask
 
 
 @dataclasses.dataclass(frozen=True)

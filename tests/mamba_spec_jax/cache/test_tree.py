@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from mamba_spec_jax.cache.tree import ancestor_mask, check_parents, depths, earlier_parents, path_to
+from mamba_spec_jax.cache.tree import check_parents, depths, path_to
+from pallas_kernels.tree import ancestor_mask, earlier_parents
 
 from ..trees import path, trees
 
