@@ -5,7 +5,7 @@ import jax
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_parents
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gated_delta_update import arguments, reference, triton
+from pallas_kernels.gated_delta_update import arguments, reference, triton, triton_chunk
 from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold, Form
 from pallas_kernels.gated_delta_update.recurrence import Tokens
 from pallas_kernels.ring import Ring, rows_of
@@ -109,10 +109,12 @@ def gated_delta_update(
         form=form,
     )
     arguments.check_kept(_OP, call, disable_state_update)
-    in_kernel = _in_kernel(implementation, interpret, form)
+    choice = dispatch.resolve(_OP, implementation, interpret)
     if v.size == 0 or state.size == 0:
         return DeltaUpdate(v, state, snapshots, ring)
-    return triton.update(call, interpret=interpret) if in_kernel else reference.update(call)
+    if choice.implementation == "triton":
+        return (triton if form == "step" else triton_chunk).update(call, interpret=interpret)
+    return reference.update(call)
 
 
 def fold_history(
@@ -159,15 +161,9 @@ def fold_history(
     to_slots = slots if to_slots is None else to_slots
     arguments.check_rows(_OP, slots.size, num_tokens=num_tokens, to_slots=to_slots)
     call = Fold(state, ring, slots, to_slots, num_tokens, layer, form)
-    in_kernel = _in_kernel(implementation, interpret, form)
+    choice = dispatch.resolve(_OP, implementation, interpret)
     if slots.size == 0 or state.size == 0:
         return state
-    return triton.fold_history(call, interpret=interpret) if in_kernel else reference.fold_history(call)
-
-
-def _in_kernel(implementation: Implementation | None, interpret: bool, form: Form) -> bool:
-    """Whether the Triton kernel runs: it has the step form; the chunked one is XLA's wherever it runs."""
-    choice = dispatch.resolve(_OP, implementation, interpret)
-    if implementation == "triton" and form == "chunk":
-        raise NotImplementedError(f"{_OP}: implementation 'triton' has form='step' alone; pass implementation=None")
-    return form == "step" and choice.implementation == "triton"
+    if choice.implementation == "triton":
+        return (triton if form == "step" else triton_chunk).fold_history(call, interpret=interpret)
+    return reference.fold_history(call)

@@ -30,7 +30,12 @@ STEPS = [
     for tree in (False, True)
     for kind in ("float32", "bfloat16-per-channel", "float16")
 ]
-CHUNKS = [("xla", "chunk", False, "float32"), ("xla", "chunk", True, "float32-per-channel")]
+CHUNKS = [
+    ("xla", "chunk", False, "float32"),
+    ("xla", "chunk", True, "float32-per-channel"),
+    ("triton", "chunk", False, "float32"),
+    ("triton", "chunk", True, "float32-per-channel"),
+]
 SOME = [
     ("xla", "step", False, "float32"),
     ("xla", "step", True, "bfloat16-per-channel"),
@@ -170,7 +175,7 @@ def test_without_a_state_update_the_pool_stays(run):
     same_bits(result.state, given.state)
 
 
-@pytest.mark.parametrize(("run", "form"), [("xla", "step"), ("xla", "chunk"), ("triton", "step")])
+@pytest.mark.parametrize(("run", "form"), [("xla", "step"), ("xla", "chunk"), ("triton", "step"), ("triton", "chunk")])
 def test_a_history_folds_into_another_slot(run, form):
     rng = np.random.default_rng(5)
     given = delta_rule.random_pass(rng, np.float32, False)
@@ -191,9 +196,3 @@ def test_a_history_folds_into_another_slot(run, form):
         close(folded[LAYER, target], starts[slot])
         left[LAYER, target] = folded[LAYER, target]
     same_bits(folded, left)
-
-
-def test_what_the_kernel_has_not_is_refused_by_name():
-    given = delta_rule.random_pass(np.random.default_rng(6), np.float32, False)
-    with pytest.raises(NotImplementedError, match="'triton' has form='step' alone; pass implementation=None"):
-        run_pass(given, "triton", "chunk", tree=False)
