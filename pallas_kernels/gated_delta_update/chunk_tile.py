@@ -1,13 +1,12 @@
-"""What one program of the chunked kernel holds of a window, and how the window's decays enter its products.
+"""What one program of the chunked kernels holds of a window, and how the window's decays enter its products.
 
 In the shapes below R is the rows of V of a program, and T the tokens it takes at once; K is cut into parts of C
-columns, and a list has one array a part. A state is such a list of `[R, C]`, keys and queries are lists of `[T, C]` as
-they are stored, neither of unit length: `unit` is what brings them there, and stands outside of the products.
+columns, and a state is a list of parts `[R, C]`. Keys and queries are read part by part, where they are used, as they
+are stored: what brings them to unit length stands outside of the products.
 """
 
-import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,172 +19,190 @@ from pallas_kernels.compat import triton
 from pallas_kernels.gated_delta_update.recurrence import EPS, Tokens
 from pallas_kernels.gated_delta_update.tile import Tile
 
-Parts = list[jax.Array]
+State = list[jax.Array]
+
+
+class Products(NamedTuple):
+    """Of keys or queries x with the state and with the keys.
+
+    Attributes:
+        carried: `S_0 (exp(G_t) x_t)`, `[T, R]`.
+        scores: `x_t^T diag(exp(G_t - G_j)) k_j` where t (axis 0) sees j (axis 1) and 0 elsewhere, `[T, T]`.
+        squares: `|x_t|^2`, `[T]`; None for keys, whose scores have them on the diagonal.
+    """
+
+    carried: jax.Array
+    scores: jax.Array
+    squares: jax.Array | None
+
+    @property
+    def unit(self) -> jax.Array:
+        """`[T]`, what brings x to unit length."""
+        squares = self.squares
+        if squares is None:
+            t = jnp.arange(self.scores.shape[0], dtype=jnp.int32)
+            squares = jnp.sum(jnp.where(t[:, None] == t[None, :], self.scores, 0), axis=1)
+        return lax.rsqrt(squares + EPS)
 
 
 class Window(NamedTuple):
-    """Tokens as they are stored, all zero where none exists.
+    """Some tokens, all zero where none exists.
 
     Attributes:
-        k, q: parts `[T, C]`; q None where no outputs are wanted.
-        v: `[R, T]`.
-        g: `[T]`, or parts `[T, C]` of a decay per key channel.
-        beta: `[T]`.
-        count: how many tokens come first before there are none.
+        parts: the program's tiles.
+        refs: where the tokens are.
+        at: their indices there, the last of it `[T]`.
+        count: how many exist; they come first.
         exist: `[T]`.
+        v: `[T, R]`.
+        beta: `[T]`.
     """
 
-    k: Parts
-    v: jax.Array
-    g: Any
-    beta: jax.Array
+    parts: Sequence[Tile]
+    refs: Tokens
+    at: tuple
     count: jax.Array
     exist: jax.Array
-    q: Any = None
+    v: jax.Array
+    beta: jax.Array
 
     @classmethod
-    def load(cls, parts: Sequence[Tile], refs: Tokens, at: tuple, count: jax.Array) -> "Window":
-        """The first `count` of the tokens at `at`, of which the last index is `[T]`."""
+    def of(cls, parts: Sequence[Tile], refs: Tokens, at: tuple, count: jax.Array) -> "Window":
+        """The first `count` of the tokens at `at`."""
         tile, (*where, tokens) = parts[0], at
         exist = jnp.arange(tokens.size, dtype=jnp.int32) < count
+        v_at = refs.v.at[(*where, tokens[:, None], tile.head, tile.rows[None, :])]
+        v = triton.load(v_at, mask=grid(exist, tile.has_row), other=0)
+        beta = triton.load(refs.beta.at[(*at, tile.head)], mask=exist, other=0)
+        return cls(parts, refs, at, count, exist, v, beta)
 
-        def channels(ref, head):
-            return [
-                triton.load(
-                    ref.at[(*where, tokens[:, None], head, part.columns[None, :])],
-                    mask=grid(exist, part.has_column),
-                    other=0,
-                )
-                for part in parts
-            ]
+    @property
+    def per_channel(self) -> bool:
+        """Whether each key channel decays by itself."""
+        return len(self.refs.g.shape) == len(self.at) + 2
 
-        def scalars(ref):
-            return triton.load(ref.at[(*at, tile.head)], mask=exist, other=0)
+    def load(self, name: str, part: Tile) -> jax.Array:
+        """A part of k, q or a g per channel, `[T, C]`."""
+        return triton.load(_columns(self.refs, name, part, self.at), mask=grid(self.exist, part.has_column), other=0)
 
-        v_at = refs.v.at[(*where, tokens[None, :], tile.head, tile.rows[:, None])]
-        return cls(
-            k=channels(refs.k, tile.key_head),
-            v=triton.load(v_at, mask=grid(tile.has_row, exist), other=0),
-            g=channels(refs.g, tile.head) if len(refs.g.shape) == len(at) + 2 else scalars(refs.g),
-            beta=scalars(refs.beta),
-            count=count,
-            exist=exist,
-            q=None if refs.q is None else channels(refs.q, tile.key_head),
-        )
+    def load_gates(self) -> jax.Array:
+        """The g of a whole head, `[T]`."""
+        return triton.load(self.refs.g.at[(*self.at, self.parts[0].head)], mask=self.exist, other=0)
 
-    def keep(self, parts: Sequence[Tile], refs: Tokens, at: tuple) -> None:
-        """Writes the program's share of the tokens to `at`; what several programs have read, one of them writes."""
-        tile, (*where, tokens) = parts[0], at
-        v_at = refs.v.at[(*where, tokens[None, :], tile.head, tile.rows[:, None])]
-        triton.store(v_at, self.v, mask=grid(tile.has_row, self.exist))
+    def keep(self, refs: Tokens, at: tuple) -> None:
+        """Writes the program's share of the tokens to `at`; what several programs read, one of them writes."""
+        tile, (*where, tokens) = self.parts[0], at
+        v_at = refs.v.at[(*where, tokens[:, None], tile.head, tile.rows[None, :])]
+        triton.store(v_at, self.v, mask=grid(self.exist, tile.has_row))
 
-        def keep_channels(ref, head, leaf):
-            for part, values in zip(parts, leaf, strict=True):
-                place = ref.at[(*where, tokens[:, None], head, part.columns[None, :])]
-                triton.store(place, values, mask=grid(self.exist, part.has_column))
+        def copy(name):
+            for part in self.parts:
+                place = _columns(refs, name, part, at)
+                triton.store(place, self.load(name, part), mask=grid(self.exist, part.has_column))
 
-        def keep_gates():
-            if isinstance(self.g, list):
-                keep_channels(refs.g, tile.head, self.g)
-            else:
-                triton.store(refs.g.at[(*at, tile.head)], self.g, mask=self.exist)
+        @pl.when(tile.block == 0)
+        def _():
             triton.store(refs.beta.at[(*at, tile.head)], self.beta, mask=self.exist)
+            if self.per_channel:
+                copy("g")
+            else:
+                triton.store(refs.g.at[(*at, tile.head)], self.load_gates(), mask=self.exist)
 
-        pl.when(tile.block == 0)(keep_gates)
-        pl.when((tile.block == 0) & tile.leads_key_head)(lambda: keep_channels(refs.k, tile.key_head, self.k))
-
-    def decay(self, visible: jax.Array) -> "HeadDecay | ChannelDecay":
-        """Of these tokens where `visible [T, T]` is 1: from axis 0, which is on the path to axis 1."""
-        if isinstance(self.g, list):
-            return ChannelDecay(self.g, visible, self.count)
-        return HeadDecay(*decays(visible, self.g))
+        pl.when((tile.block == 0) & tile.leads_key_head)(lambda: copy("k"))
 
 
 class HeadDecay(NamedTuple):
     """One decay a head, which stands outside of every product.
 
     Attributes:
-        between: `[T, T]`, from axis 0 to axis 1 where that sees it, else 0.
+        window: the tokens.
+        between: `[T, T]`, to axis 0 from axis 1 where that is seen, else 0.
         since_start: `[T]`.
     """
 
+    window: Window
     between: jax.Array
     since_start: jax.Array
 
-    def carried(self, state: Parts, x: Parts) -> jax.Array:
-        """`S_0 (exp(G_t) x_t)`, `[R, T]`."""
-        return self.since_start[None, :] * _total(dot(s, part.T) for s, part in zip(state, x, strict=True))
+    def products(self, state: Iterable[jax.Array], *names: str) -> tuple[State, list[Products]]:
+        """Of the tokens' "k" or "q"; and the state, whose parts are read one after another."""
 
-    def scores(self, k: Parts, *xs: Parts) -> tuple[jax.Array, ...]:
-        """For each x, `k_j^T diag(exp(G_t - G_j)) x_t` where t (axis 1) sees j (axis 0) and 0 elsewhere, `[T, T]`."""
-        return tuple(self.between * _total(dot(key, part.T) for key, part in zip(k, x, strict=True)) for x in xs)
+        def of_part(part, s):
+            k = self.window.load("k", part)
+            for name in names:
+                x = k if name == "k" else self.window.load(name, part)
+                yield Products(dot(x, s.T), dot(x, k.T), None if name == "k" else _squares(x))
 
-    def after(self, step: jax.Array, state: Parts, updates: jax.Array, k: Parts) -> Parts:
-        """The state after token `step`, `S_0 exp(G_t) + sum_j u_j (exp(G_t - G_j) k_j)^T`; updates: `[R, T]`."""
+        state, totals = _over_parts(of_part, self.window.parts, state)
+        since_start = self.since_start[:, None]
+        return state, [
+            Products(since_start * carried, self.between * scores, squares) for carried, scores, squares in totals
+        ]
+
+    def after(self, step: jax.Array, state: State, updates: jax.Array) -> State:
+        """The state after token `step`, `S_0 exp(G_t) + sum_j u_j (exp(G_t - G_j) k_j)^T`; updates: `[T, R]`."""
         here = jnp.arange(self.since_start.size, dtype=jnp.int32) == step
         kept = jnp.sum(jnp.where(here, self.since_start, 0))
-        weighted = updates * jnp.sum(jnp.where(here[None, :], self.between, 0), axis=1)[None, :]
-        return [kept * s.astype(jnp.float32) + dot(weighted, key) for s, key in zip(state, k, strict=True)]
+        weighted = updates * jnp.sum(jnp.where(here[:, None], self.between, 0), axis=0)[:, None]
+        return [
+            kept * s.astype(jnp.float32) + dot(weighted.T, self.window.load("k", part))
+            for part, s in zip(self.window.parts, state, strict=True)
+        ]
 
 
 class ChannelDecay(NamedTuple):
     """A decay per key channel, which stands inside the products: those of two tokens are taken token by token.
 
     Attributes:
-        g: parts `[T, C]`.
+        window: the tokens.
         visible: `[T, T]`, 1 where axis 0 is on the path to axis 1.
-        count: how many tokens there are.
     """
 
-    g: Parts
+    window: Window
     visible: jax.Array
-    count: jax.Array
 
-    def carried(self, state: Parts, x: Parts) -> jax.Array:
-        """As `HeadDecay.carried`."""
-        path = self.visible.T.astype(jnp.bfloat16)
-        return _total(
-            dot(s, (part.astype(jnp.float32) * jnp.exp(dot(path, g))).T)
-            for s, part, g in zip(state, x, self.g, strict=True)
-        )
+    def products(self, state: Iterable[jax.Array], *names: str) -> tuple[State, list[Products]]:
+        """As `HeadDecay.products`."""
+        path, t = self.visible.T.astype(jnp.bfloat16), jnp.arange(self.visible.shape[0], dtype=jnp.int32)
 
-    def scores(self, k: Parts, *xs: Parts) -> tuple[jax.Array, ...]:
-        """As `HeadDecay.scores`."""
-        t = jnp.arange(self.visible.shape[0], dtype=jnp.int32)
+        def of_part(part, s):
+            k, g = self.window.load("k", part), self.window.load("g", part)
+            since_start = jnp.exp(dot(path, g))
+            xs = [(k if name == "k" else self.window.load(name, part)).astype(jnp.float32) for name in names]
+            carried = [dot(x * since_start, s.T) for x in xs]
 
-        def column(step, totals):
-            decayed = self._decayed(step, k)
-            here = t == step
+            def row(step, scores):
+                decayed, here = self._decayed(step, k, g), (t == step)[:, None]
 
-            def score(x):
-                token = [jnp.sum(jnp.where(here[:, None], part.astype(jnp.float32), 0), axis=0) for part in x]
-                return _total(jnp.sum(key * part[None, :], axis=1) for key, part in zip(decayed, token, strict=True))
+                def score(x):
+                    token = jnp.sum(jnp.where(here, x, 0), axis=0)
+                    return jnp.where(here, jnp.sum(decayed * token[None, :], axis=1)[None, :], 0)
 
-            return tuple(
-                total + jnp.where(here[None, :], score(x)[:, None], 0) for total, x in zip(totals, xs, strict=True)
-            )
+                return [total + score(x) for total, x in zip(scores, xs, strict=True)]
 
-        return lax.fori_loop(0, self.count, column, tuple(jnp.zeros_like(self.visible) for _ in xs))
+            scores = lax.fori_loop(0, self.window.count, row, [jnp.zeros_like(self.visible) for _ in xs])
+            squares = [None if name == "k" else _squares(x) for name, x in zip(names, xs, strict=True)]
+            return map(Products, carried, scores, squares)
 
-    def after(self, step: jax.Array, state: Parts, updates: jax.Array, k: Parts) -> Parts:
+        return _over_parts(of_part, self.window.parts, state)
+
+    def after(self, step: jax.Array, state: State, updates: jax.Array) -> State:
         """As `HeadDecay.after`."""
-        on_path = self._on_path(step)[:, None]
-        return [
-            jnp.exp(jnp.sum(on_path * g, axis=0))[None, :] * s.astype(jnp.float32) + dot(updates, key)
-            for s, g, key in zip(state, self.g, self._decayed(step, k), strict=True)
-        ]
+        on_path, result = self._on_path(step)[:, None], []
+        for part, s in zip(self.window.parts, state, strict=True):
+            k, g = self.window.load("k", part), self.window.load("g", part)
+            kept = jnp.exp(jnp.sum(on_path * g, axis=0))[None, :] * s.astype(jnp.float32)
+            result.append(kept + dot(updates.T, self._decayed(step, k, g)))
+        return result
 
-    def _decayed(self, step: jax.Array, k: Parts) -> Parts:
-        """`diag(exp(G_t - G_j)) k_j` for token t = step, 0 where it does not see j: parts `[T, C]`.
+    def _decayed(self, step: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
+        """A part of `diag(exp(G_t - G_j)) k_j` for token t = step, 0 where it does not see j: `[T, C]`.
 
         Summed over the tokens between them: G_t - G_j would cancel where both are large.
         """
         on_path = self._on_path(step)
         between = before(self.visible) * on_path[None, :].astype(jnp.bfloat16)
-        return [
-            on_path[:, None] * jnp.exp(dot(between, g)) * key.astype(jnp.float32)
-            for g, key in zip(self.g, k, strict=True)
-        ]
+        return on_path[:, None] * jnp.exp(dot(between, g)) * k.astype(jnp.float32)
 
     def _on_path(self, step: jax.Array) -> jax.Array:
         """`[T]`, 1 where a token is on the path to token `step`."""
@@ -193,10 +210,29 @@ class ChannelDecay(NamedTuple):
         return jnp.sum(jnp.where(t[None, :] == step, self.visible, 0), axis=1)
 
 
-def unit(x: Parts) -> jax.Array:
-    """`[T]`, what brings tokens to unit length."""
-    return lax.rsqrt(_total(jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) for part in x) + EPS)
+def decay_of(window: Window, visible: jax.Array) -> HeadDecay | ChannelDecay:
+    """The window's decays where `visible [T, T]` is 1: from axis 0, which is on the path to axis 1."""
+    if window.per_channel:
+        return ChannelDecay(window, visible)
+    between, since_start = decays(visible, window.load_gates())
+    return HeadDecay(window, between.T, since_start)
 
 
-def _total(values) -> jax.Array:
-    return functools.reduce(operator.add, values)
+def _columns(refs: Tokens, name: str, part: Tile, at: tuple) -> Any:
+    *where, tokens = at
+    head = part.head if name == "g" else part.key_head
+    return getattr(refs, name).at[(*where, tokens[:, None], head, part.columns[None, :])]
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
+
+
+def _over_parts(of_part: Any, parts: Sequence[Tile], state: Iterable[jax.Array]) -> tuple[State, list[Products]]:
+    """The state's parts, and their products summed one after another, so that those of one part are alive at a time."""
+    kept, totals = [], []
+    for part, s in zip(parts, state, strict=True):
+        found = list(of_part(part, s))
+        totals = jax.tree.map(operator.add, totals, found) if totals else found
+        kept.append(s)
+    return kept, totals

@@ -10,6 +10,7 @@ the tokens between them, all of one sign, so that nothing cancels. The triangula
 keys that repeat, a product of powers of L would cancel numbers that grow with 2^T.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,13 +22,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels.chunked import SIDE, dot, grid, visible_tokens
 from pallas_kernels.compat import triton
 from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold
-from pallas_kernels.gated_delta_update.chunk_tile import ChannelDecay, HeadDecay, Parts, Window, unit
+from pallas_kernels.gated_delta_update.chunk_tile import Products, State, Window, decay_of
 from pallas_kernels.gated_delta_update.operands import launch_fold, launch_update, writes_state
 from pallas_kernels.gated_delta_update.recurrence import Tokens
 from pallas_kernels.gated_delta_update.tile import Tile, cut, load_stored, slot_of, store_state
 from pallas_kernels.tree import ancestor_mask
 
-_ROWS, _COLUMNS = 32, 32  # of V, and of K in one part
+_ROWS, _COLUMNS = 32, 64  # of V, and of K in one part
 NUM_WARPS = 4
 
 
@@ -43,26 +44,27 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         slot, valid = slot_of(reads.slots, b, S)
         t = jnp.arange(padded, dtype=jnp.int32)
         count = jnp.where(valid, jnp.clip(reads.num_tokens[b], 0, T), 0)
-        window = Window.load(parts, reads.tokens, (b, t), count)
         state = _load(parts, state_ref, (layer, slot))
         if call.ring is not None:
             size, length = jnp.where(valid, reads.counts[slot], 0), call.ring.length
-            # Lanes without a token point past the ring, where no interpreter takes them for tokens of an earlier lap.
-            entries = jnp.where(window.exist, _entries(reads, slot, size + t, length), length)
-            window.keep(parts, buffers.history, (layer, slot, entries))
             state = _replay(parts, state, reads, buffers.history, layer, slot, size, length)
             pl.when(valid & reads.fold[b])(lambda: _store(parts, state_ref, (layer, slot), state))
+        window = Window.of(parts, reads.tokens, (b, t), count)
+        if call.ring is not None:
+            # Lanes without a token point past the ring, where no interpreter takes them for tokens of an earlier lap.
+            entries = jnp.where(window.exist, _entries(reads, slot, size + t, length), length)
+            window.keep(buffers.history, (layer, slot, entries))
 
-        decay = window.decay(visible_tokens(reads.visible, b, t, T))
-        of_keys, of_queries = decay.scores(window.k, window.k, window.q)
-        updates = _updates(state, window, decay, of_keys)
-        o = decay.carried(state, window.q) + dot(updates, of_queries)
-        o = jnp.where(window.exist[None, :], o * (call.scale * unit(window.q))[None, :], 0)
-        at = o_ref.at[b, t[None, :], parts[0].head, parts[0].rows[:, None]]
-        triton.store(at, o.astype(o_ref.dtype), mask=grid(parts[0].has_row, t < T))
+        decay = decay_of(window, visible_tokens(reads.visible, b, t, T))
+        state, (keys, queries) = decay.products(state, "k", "q")
+        updates = _updates(window, keys)
+        o = (queries.carried + dot(queries.scores, updates)) * (call.scale * queries.unit)[:, None]
+        o = jnp.where(window.exist[:, None], o, 0)
+        at = o_ref.at[b, t[:, None], parts[0].head, parts[0].rows[None, :]]
+        triton.store(at, o.astype(o_ref.dtype), mask=grid(t < T, parts[0].has_row))
 
         def keep(ref, index, step):
-            _store(parts, ref, index, decay.after(step, state, updates, window.k))
+            _store(parts, ref, index, decay.after(step, state, updates))
 
         if call.snapshots is not None:
             lax.fori_loop(0, count, lambda i, _: keep(buffers.snapshots, (layer, b, i), i), None)
@@ -103,11 +105,12 @@ def _parts(pool: Any, key_heads: int) -> list[Tile]:
     return [cut(*at, part) for part in range(pl.cdiv(K, width))]
 
 
-def _load(parts: list[Tile], ref: Any, index: tuple) -> Parts:
-    return [load_stored(part, ref, index) for part in parts]
+def _load(parts: list[Tile], ref: Any, index: tuple) -> Iterator[jax.Array]:
+    """Part by part, each when it is asked for."""
+    return (load_stored(part, ref, index) for part in parts)
 
 
-def _store(parts: list[Tile], ref: Any, index: tuple, state: Parts) -> None:
+def _store(parts: list[Tile], ref: Any, index: tuple, state: State) -> None:
     for part, values in zip(parts, state, strict=True):
         store_state(part, ref, index, values)
 
@@ -118,37 +121,43 @@ def _entries(reads: Any, slot: jax.Array, i: jax.Array, length: int) -> jax.Arra
 
 
 def _replay(
-    parts: list[Tile], state: Parts, reads: Any, refs: Tokens, layer: Any, slot: jax.Array, size: jax.Array, length: int
-) -> Parts:
+    parts: list[Tile],
+    state: Iterable[jax.Array],
+    reads: Any,
+    refs: Tokens,
+    layer: Any,
+    slot: jax.Array,
+    size: jax.Array,
+    length: int,
+) -> State:
     """The state after the first `size` inputs of the slot's history, in float32."""
     i = jnp.arange(SIDE, dtype=jnp.int32)
 
     def step(chunk, state):
         begin = chunk * SIDE
         at = layer, slot, _entries(reads, slot, begin + i, length)
-        tokens = Window.load(parts, refs, at, jnp.minimum(size - begin, SIDE))
-        decay = tokens.decay((i[:, None] <= i[None, :]).astype(jnp.float32))
-        (scores,) = decay.scores(tokens.k, tokens.k)
-        return decay.after(SIDE - 1, state, _updates(state, tokens, decay, scores), tokens.k)
+        tokens = Window.of(parts, refs, at, jnp.minimum(size - begin, SIDE))
+        decay = decay_of(tokens, (i[:, None] <= i[None, :]).astype(jnp.float32))
+        state, (keys,) = decay.products(state, "k")
+        return decay.after(SIDE - 1, state, _updates(tokens, keys))
 
     chunks = lax.div(size + SIDE - 1, jnp.int32(SIDE))
     return lax.fori_loop(0, chunks, step, [values.astype(jnp.float32) for values in state])
 
 
-def _updates(state: Parts, window: Window, decay: HeadDecay | ChannelDecay, scores: jax.Array) -> jax.Array:
-    """`(I + L) U = diag(beta) (V - S_0 (exp(G_t) k_t))` solved by forward substitution; scores: of keys with keys.
+def _updates(window: Window, keys: Products) -> jax.Array:
+    """`(I + L) U = diag(beta) (V - S_0 (exp(G_t) k_t))` solved by forward substitution, from the products of keys.
 
-    Returns u_j over the length of k_j, `[R, T]`, which is what a stored key is multiplied by.
+    Returns u_j over the length of k_j, `[T, R]`, which is what a stored key is multiplied by.
     """
-    to_unit = unit(window.k)
-    t = jnp.arange(to_unit.size, dtype=jnp.int32)
-    weights = window.beta * to_unit  # of L's rows, which are the columns here
-    lower = jnp.where(t[:, None] == t[None, :], 0, scores * to_unit[:, None] * weights[None, :])
-    right = window.beta[None, :] * window.v.astype(jnp.float32) - weights[None, :] * decay.carried(state, window.k)
+    t = jnp.arange(window.beta.size, dtype=jnp.int32)
+    weights = (window.beta * keys.unit)[:, None]
+    lower = jnp.where(t[:, None] == t[None, :], 0, weights * keys.scores * keys.unit[None, :])
+    right = window.beta[:, None] * window.v.astype(jnp.float32) - weights * keys.carried
 
     def solve(step, solved):
-        here = t == step
-        known = jnp.sum(solved * jnp.sum(jnp.where(here[None, :], lower, 0), axis=1)[None, :], axis=1)
-        return solved - jnp.where(here[None, :], known[:, None], 0)
+        here = (t == step)[:, None]
+        known = jnp.sum(jnp.sum(jnp.where(here, lower, 0), axis=0)[:, None] * solved, axis=0)
+        return solved - jnp.where(here, known[None, :], 0)
 
-    return lax.fori_loop(1, window.count, solve, right) * to_unit[None, :]
+    return lax.fori_loop(1, window.count, solve, right) * keys.unit[:, None]
