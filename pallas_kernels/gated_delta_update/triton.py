@@ -8,8 +8,8 @@ changes, which is the least possible; k, q and the gates of a token once for eac
 them, from the second time on out of a cache. Precision: float32, no tensor cores; the compiler rounds every product
 before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
 
-The programs of a row share its ring, and none waits for another: what they write lies behind the history that they
-read, and each entry is written by one of them.
+The programs of a row share its ring, and none waits for another: in the ring's order, a permutation that no kernel
+changes, what they write comes behind the history that they read, and each entry is written by one of them.
 """
 
 from typing import Any
@@ -35,6 +35,7 @@ from pallas_kernels.gated_delta_update.tile import (
     store_token,
     tile_of,
 )
+from pallas_kernels.history import History
 from pallas_kernels.launch import launch
 from pallas_kernels.state_scatter.triton import check_offsets
 from pallas_kernels.tree import ancestor_mask
@@ -46,31 +47,31 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     """The step form, on chains and trees."""
     (_, S, Hv, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
     (T, Hk), rows = call.tokens.k.shape[1:3], block_rows(V, dtype)
-    history, cursors, length = None, None, 0
+    kept, cursors = None, None
     if call.ring is not None:
-        history, length = Tokens(**call.ring.inputs), call.ring.length
-        cursors = call.ring.starts, call.ring.counts, call.fold
+        kept = Tokens(**call.ring.inputs)
+        cursors = call.ring.order, call.ring.starts, call.ring.counts, call.fold
     writes_state = call.advance or call.ring is not None
     visible = None if call.parents is None else ancestor_mask(call.parents)
 
     def gated_delta_update_kernel(inputs, o_ref, buffers):
         tokens, visible_ref, slots_ref, num_tokens_ref, cursor_refs, read_ref = inputs
-        written_ref, snapshots_ref, history_refs = buffers
+        written_ref, snapshots_ref, kept_refs = buffers
         state_ref = written_ref if writes_state else read_ref
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
         slot, valid = _slot(slots_ref, b, S)
         count = jnp.where(valid, jnp.clip(num_tokens_ref[b], 0, T), 0)
         state = load_state(tile, state_ref, (layer, slot))
         if call.ring is not None:
-            starts_ref, counts_ref, fold_ref = cursor_refs
-            start, behind = starts_ref[slot], jnp.where(valid, counts_ref[slot], 0)
-            state = _replay(tile, state, history_refs, (layer, slot), start, behind, length, dtype)
+            order_ref, starts_ref, counts_ref, fold_ref = cursor_refs
+            history = History(order_ref, slot, starts_ref[slot], jnp.where(valid, counts_ref[slot], 0))
+            state = _replay(tile, state, kept_refs, layer, history, dtype)
             pl.when(valid & fold_ref[b])(lambda: store_state(tile, state_ref, (layer, slot), state))
 
         def advance(t, state):
             token = load_token(tile, tokens, (b, t))
             if call.ring is not None:
-                store_token(tile, history_refs, (layer, slot, (start + behind + t) % length), token)
+                store_token(tile, kept_refs, (layer, slot, history.entry(history.size + t)), token)
             before = state if visible is None else _up_to(tile, t, visible_ref, tokens, b, state, dtype)
             after = step(before, token)
             store_output(tile, o_ref, (b, t), output(after, token, call.scale))
@@ -85,9 +86,9 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         lax.fori_loop(count, T, lambda t, _: store_output(tile, o_ref, (b, t), nothing), None)
 
     inputs = call.tokens, visible, call.slots, call.num_tokens, cursors, None if writes_state else call.state
-    buffers = call.state if writes_state else None, call.snapshots, history
+    buffers = call.state if writes_state else None, call.snapshots, kept
     check_offsets("gated_delta_update", jax.tree.leaves((inputs, buffers)))
-    o, (state, snapshots, history) = launch(
+    o, (state, snapshots, kept) = launch(
         gated_delta_update_kernel,
         (pl.cdiv(V, rows), Hv, call.slots.size),
         inputs,
@@ -98,25 +99,26 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     )
     ring = None
     if call.ring is not None:
-        ring = call.ring._replace(inputs={name: getattr(history, name) for name in call.ring.inputs})
+        ring = call.ring._replace(inputs={name: getattr(kept, name) for name in call.ring.inputs})
     return DeltaUpdate(o, state if writes_state else call.state, snapshots, ring)
 
 
 def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
     """The pool with the states after the first inputs of each row's ring, with `update`'s bits."""
     (_, S, Hv, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
-    history, length = Tokens(**call.ring.inputs), call.ring.length
+    kept = Tokens(**call.ring.inputs)
 
     def gated_delta_fold_kernel(inputs, _, state_ref):
-        history_refs, starts_ref, slots_ref, to_slots_ref, num_tokens_ref = inputs
-        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, history.k.shape[3])
+        kept_refs, order_ref, starts_ref, slots_ref, to_slots_ref, num_tokens_ref = inputs
+        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, kept.k.shape[3])
         (slot, valid), (to_slot, has_target) = _slot(slots_ref, b, S), _slot(to_slots_ref, b, S)
-        count = jnp.where(valid & has_target, jnp.clip(num_tokens_ref[b], 0, length), 0)
+        count = jnp.where(valid & has_target, jnp.clip(num_tokens_ref[b], 0, call.ring.length), 0)
+        history = History(order_ref, slot, starts_ref[slot], count)
         state = load_state(tile, state_ref, (layer, slot))
-        state = _replay(tile, state, history_refs, (layer, slot), starts_ref[slot], count, length, dtype)
+        state = _replay(tile, state, kept_refs, layer, history, dtype)
         pl.when(valid & has_target)(lambda: store_state(tile, state_ref, (layer, to_slot), state))
 
-    inputs = history, call.ring.starts, call.slots, call.to_slots, call.num_tokens
+    inputs = kept, call.ring.order, call.ring.starts, call.slots, call.to_slots, call.num_tokens
     check_offsets("gated_delta_update", jax.tree.leaves((inputs, call.state)))
     _, state = launch(
         gated_delta_fold_kernel,
@@ -137,22 +139,13 @@ def _slot(slots_ref: Any, b: jax.Array, num_slots: int) -> tuple[jax.Array, jax.
     return jnp.where(valid, slot, 0), valid
 
 
-def _replay(
-    tile: Tile,
-    state: jax.Array,
-    refs: Tokens,
-    at: tuple,
-    start: jax.Array,
-    count: jax.Array,
-    length: int,
-    dtype: Any,
-) -> jax.Array:
-    """The tile after `count` inputs of a ring of `length`, rounded as the pool would hold it."""
+def _replay(tile: Tile, state: jax.Array, refs: Tokens, layer: Any, history: History, dtype: Any) -> jax.Array:
+    """The tile after the history, of which the ring's refs hold the inputs, rounded as the pool would hold it."""
 
     def replay(i, state):
-        return _rounded(step(state, load_token(tile, refs, (*at, (start + i) % length))), dtype)
+        return _rounded(step(state, load_token(tile, refs, (layer, history.slot, history.entry(i)))), dtype)
 
-    return lax.fori_loop(0, count, replay, state)
+    return lax.fori_loop(0, history.size, replay, state)
 
 
 def _up_to(
