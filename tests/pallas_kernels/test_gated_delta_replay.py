@@ -18,7 +18,8 @@ from tests.pallas_kernels.delta_rule import KEPT, LAYER, Hv, K, L, Q, S, T, V
 from tests.pallas_kernels.trees import paths, random_parents
 
 ROWS = 3
-KINDS = {"float32": (np.float32, False, 200), "bfloat16-per-channel": (ml_dtypes.bfloat16, True, 60)}
+# Numbers, decays per channel, steps, and the share of trees among windows of T.
+KINDS = {"float32": (np.float32, False, 200, 0.5), "bfloat16-per-channel": (ml_dtypes.bfloat16, True, 60, 1)}
 
 
 @functools.cache
@@ -44,7 +45,7 @@ class Sequential:
     def admit(self, slot):
         self.state = self.state.at[:, slot].set(0)
 
-    def step(self, inputs, slots, num_tokens, parents, path):
+    def step(self, inputs, slots, num_tokens, path, parents=None):
         """Outputs by depth: of the accepted path's nodes, in its order."""
         outputs = []
         for nodes in path.T:
@@ -61,7 +62,7 @@ class Sequential:
 class Snapshot(Sequential):
     """A verify pass that writes every state, and a commit of the accepted one."""
 
-    def step(self, inputs, slots, num_tokens, parents, path):
+    def step(self, inputs, slots, num_tokens, path, parents=None):
         empty = jnp.full((L, *inputs["v"].shape[:2], Hv, V, K), jnp.nan, self.state.dtype)
         result = compiled()[0](self.state, inputs, slots, num_tokens, {"snapshots": empty, "parents": parents})
         assert (oracle.bits(result.state) == oracle.bits(self.state)).all()
@@ -85,7 +86,7 @@ class Replay(Sequential):
         super().admit(slot)
         self.ring = self.ring._replace(counts=self.ring.counts.at[slot].set(0))
 
-    def step(self, inputs, slots, num_tokens, parents, path):
+    def step(self, inputs, slots, num_tokens, path, parents=None):
         given = inputs, slots, num_tokens, self.ring, parents, path
         o, self.state, self.ring, fold = compiled()[1](self.state, *given)
         self.folds += int(fold.sum())
@@ -101,7 +102,7 @@ def by_depth(o, path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequential_snapshot_and_replay_have_the_same_bits(kind):
-    dtype, per_channel, steps = KINDS[kind]
+    dtype, per_channel, steps, trees = KINDS[kind]
     rng = np.random.default_rng(0)
     state = np.zeros((L, S, Hv, V, K), dtype)
     ways = [Sequential(state), Snapshot(state), Replay(state, delta_rule.random_inputs(rng, 1, 1, dtype, per_channel))]
@@ -115,12 +116,17 @@ def test_sequential_snapshot_and_replay_have_the_same_bits(kind):
                 way.admit(int(slots[row]))
         window = int(rng.choice([1, T], p=[0.3, 0.7]))
         num_tokens = rng.integers(1, window + 1, ROWS).astype(np.int32)
-        is_tree = window == T and rng.random() < 0.5
+        is_tree = window == T and rng.random() < trees
         parents = random_parents(rng, ROWS, T) if is_tree else np.tile(delta_rule.chain(window), (ROWS, 1))
         path = paths(parents, rng.integers(num_tokens // 2 if is_tree else 0, num_tokens))
         inputs = delta_rule.random_inputs(rng, ROWS, window, dtype, per_channel)
-        rows = jnp.array(slots), num_tokens, parents if is_tree else None, path
-        outputs = [way.step(inputs, *rows) for way in ways]
+        rows = jnp.array(slots), num_tokens
+        # A chain is a tree too: snapshots need no program for it.
+        outputs = [
+            ways[0].step(inputs, *rows, path),
+            ways[1].step(inputs, *rows, path, parents if window == T else None),
+            ways[2].step(inputs, *rows, path, parents if is_tree else None),
+        ]
         seen = path >= 0
         moved += int((seen & (path != np.arange(window))).any())
         for other in outputs[1:]:
