@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Int32, Rows
 from mamba_spec_jax.attention.base import ForwardBatch
-from mamba_spec_jax.attention.order import available_after
 from mamba_spec_jax.cache.pools import LeafSpec, MambaPool, PoolSpec, RingSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.tree import path_to
@@ -175,8 +174,6 @@ class Recurrence(abc.ABC):
         folded = self._folds(ring, record.slots, record.conv_inputs.shape[2])
         if track_slots is not None and track_steps is not None:
             pool, ring = self._track(pool, ring, record, folded, track_slots, track_steps)
-            # Inputs may only move once the tracked states have been computed from them.
-            steps = available_after(steps, pool.ssm[0, jnp.clip(record.slots, 0, pool.ssm.shape[1] - 1)])
         path, counts = _path(record, steps)
         if record.parents is not None:
             ring = rings.accept_path(ring, record.slots, path)

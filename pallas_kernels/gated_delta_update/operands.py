@@ -23,7 +23,8 @@ class Reads(NamedTuple):
         tokens: the window's.
         visible: `[B, T, T]`, of a tree: whether a node (axis 2) is on the path to another (axis 1).
         state: the pool, where the pass does not write it.
-        history: inputs of a ring that the pass does not write.
+        kept: inputs of a ring that the pass does not write.
+        order: `[S, Q]`, the ring's.
         starts, counts: `[S]`, the ring's.
         fold: `[B]`.
         to_slots: `[B]`, of a fold without a window.
@@ -34,7 +35,8 @@ class Reads(NamedTuple):
     tokens: Any = None
     visible: Any = None
     state: Any = None
-    history: Any = None
+    kept: Any = None
+    order: Any = None
     starts: Any = None
     counts: Any = None
     fold: Any = None
@@ -46,7 +48,7 @@ class Buffers(NamedTuple):
 
     state: Any = None
     snapshots: Any = None
-    history: Any = None
+    kept: Any = None
 
 
 Kernel = Callable[[Reads, Any, Buffers], None]
@@ -60,21 +62,20 @@ def launch_update(
     reads = Reads(call.slots, call.num_tokens, call.tokens, visible, None if in_place else call.state, fold=call.fold)
     buffers = Buffers(call.state if in_place else None, call.snapshots)
     if ring is not None:
-        reads = reads._replace(starts=ring.starts, counts=ring.counts)
-        buffers = buffers._replace(history=Tokens(**ring.inputs))
+        reads = reads._replace(order=ring.order, starts=ring.starts, counts=ring.counts)
+        buffers = buffers._replace(kept=Tokens(**ring.inputs))
     o = jax.ShapeDtypeStruct(call.tokens.v.shape, call.tokens.v.dtype)
     o, written = _launch(kernel, reads, o, buffers, call.state, rows, num_warps, interpret)
     if ring is not None:
-        ring = ring._replace(inputs={name: getattr(written.history, name) for name in ring.inputs})
+        ring = ring._replace(inputs={name: getattr(written.kept, name) for name in ring.inputs})
     return DeltaUpdate(o, written.state if in_place else call.state, written.snapshots, ring)
 
 
 def launch_fold(kernel: Kernel, call: Fold, *, rows: int, num_warps: int, interpret: bool) -> jax.Array:
     """Runs `kernel(reads, None, buffers)` on histories alone."""
     ring = call.ring
-    reads = Reads(
-        call.slots, call.num_tokens, history=Tokens(**ring.inputs), starts=ring.starts, to_slots=call.to_slots
-    )
+    reads = Reads(call.slots, call.num_tokens, kept=Tokens(**ring.inputs), to_slots=call.to_slots)
+    reads = reads._replace(order=ring.order, starts=ring.starts)
     return _launch(kernel, reads, None, Buffers(call.state), call.state, rows, num_warps, interpret)[1].state
 
 

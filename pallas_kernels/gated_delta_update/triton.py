@@ -8,8 +8,8 @@ changes, which is the least possible; k, q and the gates of a token once for eac
 them, from the second time on out of a cache. Precision: float32, no tensor cores; the compiler rounds every product
 before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
 
-The programs of a row share its ring, and none waits for another: what they write lies behind the history that they
-read, and each entry is written by one of them.
+The programs of a row share its ring, and none waits for another: in the ring's order, a permutation that no kernel
+changes, what they write comes behind the history that they read, and each entry is written by one of them.
 """
 
 from typing import Any
@@ -36,6 +36,7 @@ from pallas_kernels.gated_delta_update.tile import (
     store_token,
     tile_of,
 )
+from pallas_kernels.history import History
 from pallas_kernels.tree import ancestor_mask
 
 NUM_WARPS = 4
@@ -45,7 +46,6 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     """The step form, on chains and trees."""
     (_, S, _, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
     (T, Hk), rows = call.tokens.k.shape[1:3], block_rows(V, dtype)
-    length = 0 if call.ring is None else call.ring.length
 
     def gated_delta_update_kernel(reads, o_ref, buffers):
         state_ref = buffers.state if writes_state(call) else reads.state
@@ -54,14 +54,14 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         count = jnp.where(valid, jnp.clip(reads.num_tokens[b], 0, T), 0)
         state = load_state(tile, state_ref, (layer, slot))
         if call.ring is not None:
-            start, behind = reads.starts[slot], jnp.where(valid, reads.counts[slot], 0)
-            state = _replay(tile, state, buffers.history, (layer, slot), start, behind, length, dtype)
+            history = History(reads.order, slot, reads.starts[slot], jnp.where(valid, reads.counts[slot], 0))
+            state = _replay(tile, state, buffers.kept, layer, history, dtype)
             pl.when(valid & reads.fold[b])(lambda: store_state(tile, state_ref, (layer, slot), state))
 
         def advance(t, state):
             token = load_token(tile, reads.tokens, (b, t))
             if call.ring is not None:
-                store_token(tile, buffers.history, (layer, slot, (start + behind + t) % length), token)
+                store_token(tile, buffers.kept, (layer, slot, history.entry(history.size + t)), token)
             tree = reads.visible is not None
             before = _up_to(tile, t, reads.visible, reads.tokens, b, state, dtype) if tree else state
             after = step(before, token)
@@ -84,36 +84,27 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
 def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
     """The pool with the states after the first inputs of each row's ring, with `update`'s bits."""
     (_, S, _, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
-    Hk, length = call.ring.inputs["k"].shape[3], call.ring.length
+    Hk = call.ring.inputs["k"].shape[3]
 
     def gated_delta_fold_kernel(reads, _, buffers):
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
         (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
-        count = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, length), 0)
+        count = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, call.ring.length), 0)
         state = load_state(tile, buffers.state, (layer, slot))
-        state = _replay(tile, state, reads.history, (layer, slot), reads.starts[slot], count, length, dtype)
+        state = _replay(tile, state, reads.kept, layer, History(reads.order, slot, reads.starts[slot], count), dtype)
         pl.when(valid & has_target)(lambda: store_state(tile, buffers.state, (layer, to_slot), state))
 
     launched: dict[str, Any] = {"rows": block_rows(V, dtype), "num_warps": NUM_WARPS, "interpret": interpret}
     return launch_fold(gated_delta_fold_kernel, call, **launched)
 
 
-def _replay(
-    tile: Tile,
-    state: jax.Array,
-    refs: Tokens,
-    at: tuple,
-    start: jax.Array,
-    count: jax.Array,
-    length: int,
-    dtype: Any,
-) -> jax.Array:
-    """The tile after `count` inputs of a ring of `length`, rounded as the pool would hold it."""
+def _replay(tile: Tile, state: jax.Array, refs: Tokens, layer: Any, history: History, dtype: Any) -> jax.Array:
+    """The tile after the history, of which the ring's refs hold the inputs, rounded as the pool would hold it."""
 
     def replay(i, state):
-        return _rounded(step(state, load_token(tile, refs, (*at, (start + i) % length))), dtype)
+        return _rounded(step(state, load_token(tile, refs, (layer, history.slot, history.entry(i)))), dtype)
 
-    return lax.fori_loop(0, count, replay, state)
+    return lax.fori_loop(0, history.size, replay, state)
 
 
 def _up_to(

@@ -26,6 +26,7 @@ from pallas_kernels.gated_delta_update.chunk_tile import Products, State, Window
 from pallas_kernels.gated_delta_update.operands import launch_fold, launch_update, writes_state
 from pallas_kernels.gated_delta_update.recurrence import Tokens
 from pallas_kernels.gated_delta_update.tile import Tile, cut, load_stored, slot_of, store_state
+from pallas_kernels.history import History
 from pallas_kernels.tree import ancestor_mask
 
 _ROWS, _COLUMNS = 32, 64  # of V, and of K in one part
@@ -46,14 +47,14 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         count = jnp.where(valid, jnp.clip(reads.num_tokens[b], 0, T), 0)
         state = _load(parts, state_ref, (layer, slot))
         if call.ring is not None:
-            size, length = jnp.where(valid, reads.counts[slot], 0), call.ring.length
-            state = _replay(parts, state, reads, buffers.history, layer, slot, size, length)
+            history = History(reads.order, slot, reads.starts[slot], jnp.where(valid, reads.counts[slot], 0))
+            state = _replay(parts, state, buffers.kept, layer, history)
             pl.when(valid & reads.fold[b])(lambda: _store(parts, state_ref, (layer, slot), state))
         window = Window.of(parts, reads.tokens, (b, t), count)
         if call.ring is not None:
             # Lanes without a token point past the ring, where no interpreter takes them for tokens of an earlier lap.
-            entries = jnp.where(window.exist, _entries(reads, slot, size + t, length), length)
-            window.keep(buffers.history, (layer, slot, entries))
+            entries = jnp.where(window.exist, history.entry(history.size + t), history.length)
+            window.keep(buffers.kept, (layer, slot, entries))
 
         decay = decay_of(window, visible_tokens(reads.visible, b, t, T))
         state, (keys, queries) = decay.products(state, "k", "q")
@@ -79,14 +80,14 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
 def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
     """The pool with the states after the first inputs of each row's ring, with `update`'s bits."""
     (_, S, _, V, _), layer = call.state.shape, np.int32(call.layer)
-    Hk, length = call.ring.inputs["k"].shape[3], call.ring.length
+    Hk = call.ring.inputs["k"].shape[3]
 
     def gated_delta_fold_chunk_kernel(reads, _, buffers):
         b, parts = pl.program_id(2), _parts(call.state, Hk)
         (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
-        size = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, length), 0)
+        size = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, call.ring.length), 0)
         state = _load(parts, buffers.state, (layer, slot))
-        state = _replay(parts, state, reads, reads.history, layer, slot, size, length)
+        state = _replay(parts, state, reads.kept, layer, History(reads.order, slot, reads.starts[slot], size))
         pl.when(valid & has_target)(lambda: _store(parts, buffers.state, (layer, to_slot), state))
 
     launched: dict[str, Any] = {"rows": _rows(V), "num_warps": NUM_WARPS, "interpret": interpret}
@@ -115,33 +116,19 @@ def _store(parts: list[Tile], ref: Any, index: tuple, state: State) -> None:
         store_state(part, ref, index, values)
 
 
-def _entries(reads: Any, slot: jax.Array, i: jax.Array, length: int) -> jax.Array:
-    """The entries of a ring of `length` that hold the inputs i behind the checkpoint."""
-    return lax.rem(reads.starts[slot] + i, jnp.int32(length))
-
-
-def _replay(
-    parts: list[Tile],
-    state: Iterable[jax.Array],
-    reads: Any,
-    refs: Tokens,
-    layer: Any,
-    slot: jax.Array,
-    size: jax.Array,
-    length: int,
-) -> State:
-    """The state after the first `size` inputs of the slot's history, in float32."""
+def _replay(parts: list[Tile], state: Iterable[jax.Array], refs: Tokens, layer: Any, history: History) -> State:
+    """The state after the history, of which the ring's refs hold the inputs, in float32."""
     i = jnp.arange(SIDE, dtype=jnp.int32)
 
     def step(chunk, state):
         begin = chunk * SIDE
-        at = layer, slot, _entries(reads, slot, begin + i, length)
-        tokens = Window.of(parts, refs, at, jnp.minimum(size - begin, SIDE))
+        at = layer, history.slot, history.entry(begin + i)
+        tokens = Window.of(parts, refs, at, jnp.minimum(history.size - begin, SIDE))
         decay = decay_of(tokens, (i[:, None] <= i[None, :]).astype(jnp.float32))
         state, (keys,) = decay.products(state, "k")
         return decay.after(SIDE - 1, state, _updates(tokens, keys))
 
-    chunks = lax.div(size + SIDE - 1, jnp.int32(SIDE))
+    chunks = lax.div(history.size + SIDE - 1, jnp.int32(SIDE))
     return lax.fori_loop(0, chunks, step, [values.astype(jnp.float32) for values in state])
 
 

@@ -19,11 +19,12 @@ from jax.experimental import pallas as pl
 from pallas_kernels.chunked import SIDE, decays, dot, grid, visible_tokens
 from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
+from pallas_kernels.history import History
 from pallas_kernels.ring import Ring
 from pallas_kernels.selective_state_update.arguments import StateUpdate
 from pallas_kernels.selective_state_update.operands import Blocks, launch_fold, launch_update, path_mask
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
-from pallas_kernels.selective_state_update.tile import History, Tile
+from pallas_kernels.selective_state_update.tile import Tile
 
 _COLUMNS = 32  # of N at once, so that the state and its pieces fit into registers
 
@@ -88,7 +89,7 @@ def update(
         window = Tokens.of(tile, reads.inputs._asdict(), (tile.row, t), t < T)
         history = None
         if buffers.ring is not None:
-            history = tile.history(reads, buffers.ring["x"].shape[2])
+            history = tile.history(reads)
             # Lanes without a token point past the ring, where no interpreter takes them for tokens of an earlier lap.
             entries = jnp.where(window.exist, history.entry(history.size + t), history.length)
             _keep_x_and_dt(tile, buffers.ring, entries, window)
@@ -143,7 +144,7 @@ def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> 
 
     def fold_history_chunk_kernel(reads, _, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, ring.inputs["B"].shape[3])
-        history, A, to_slot = tile.history(reads, ring.length), reads.A[tile.head], reads.to_slots[tile.row]
+        history, A, to_slot = tile.history(reads), reads.A[tile.head], reads.to_slots[tile.row]
 
         def take_columns(part, _):
             columns = tile.columns(part)

@@ -147,7 +147,7 @@ def test_a_ring_is_replayed_extended_and_folded(run, form, tree, kind):
     kept = jax.tree.map(np.copy, ring.inputs)
     for b, slot, n in given.rows():
         # Behind a row's tokens there may be anything up to the window's end, and the rest stays.
-        behind = (STARTS[slot] + COUNTS[slot] + np.arange(T)) % Q
+        behind = ring.order[slot, (STARTS[slot] + COUNTS[slot] + np.arange(T)) % Q]
         for name in KEPT:
             kept[name][LAYER, slot, behind[:n]] = given.inputs[name][b, :n]
             kept[name][LAYER, slot, behind[n:]] = result.ring.inputs[name][LAYER, slot, behind[n:]]
@@ -158,7 +158,7 @@ def after_history(given, ring, counts, form):
     """The state of each slot after the first `counts` inputs of its ring."""
     starts = given.state[LAYER].astype(np.float64)
     for _, slot, _ in given.rows():
-        at = (STARTS[slot] + np.arange(counts[slot])) % Q
+        at = ring.order[slot, (STARTS[slot] + np.arange(counts[slot])) % Q]
         history = {name: ring.inputs[name][LAYER, slot, at] for name in KEPT}
         states = delta_rule.along(
             starts[slot], history | {"q": history["k"]}, chain(counts[slot]), 1, given.state.dtype

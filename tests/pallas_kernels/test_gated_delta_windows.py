@@ -81,7 +81,8 @@ def test_replay_goes_on_from_window_to_window(dims):
     state, slots = draw_state(rng, dims), np.array([1, 0], np.int32)
     entries = draw_inputs(rng, dims, 2, length)
     inputs = {name: np.full_like(entries[name][None], np.nan) for name in KEPT}
-    ring = Ring(inputs, np.array([33, 0], np.int32), np.zeros(2, np.int32))
+    order = rng.permuted(np.tile(np.arange(length, dtype=np.int32), (2, 1)), axis=1)
+    ring = Ring(inputs, np.array([33, 0], np.int32), np.zeros(2, np.int32), order)
     pool, ring, expected = *delta_rule.on_device((state, ring)), state[0, slots].astype(np.float64)
     histories = set()
     for _ in range(5):
