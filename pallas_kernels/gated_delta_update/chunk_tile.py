@@ -139,7 +139,7 @@ class HeadDecay(NamedTuple):
             Products(since_start * carried, self.between * scores, squares) for carried, scores, squares in totals
         ]
 
-    def after(self, step: jax.Array, state: State, updates: jax.Array) -> State:
+    def after(self, step: int | jax.Array, state: State, updates: jax.Array) -> State:
         """The state after token `step`, `S_0 exp(G_t) + sum_j u_j (exp(G_t - G_j) k_j)^T`; updates: `[T, R]`."""
         here = jnp.arange(self.since_start.size, dtype=jnp.int32) == step
         kept = jnp.sum(jnp.where(here, self.since_start, 0))
@@ -186,7 +186,7 @@ class ChannelDecay(NamedTuple):
 
         return _over_parts(of_part, self.window.parts, state)
 
-    def after(self, step: jax.Array, state: State, updates: jax.Array) -> State:
+    def after(self, step: int | jax.Array, state: State, updates: jax.Array) -> State:
         """As `HeadDecay.after`."""
         on_path, result = self._on_path(step)[:, None], []
         for part, s in zip(self.window.parts, state, strict=True):
@@ -195,7 +195,7 @@ class ChannelDecay(NamedTuple):
             result.append(kept + dot(updates.T, self._decayed(step, k, g)))
         return result
 
-    def _decayed(self, step: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
+    def _decayed(self, step: int | jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
         """A part of `diag(exp(G_t - G_j)) k_j` for token t = step, 0 where it does not see j: `[T, C]`.
 
         Summed over the tokens between them: G_t - G_j would cancel where both are large.
@@ -204,7 +204,7 @@ class ChannelDecay(NamedTuple):
         between = before(self.visible) * on_path[None, :].astype(jnp.bfloat16)
         return on_path[:, None] * jnp.exp(dot(between, g)) * k.astype(jnp.float32)
 
-    def _on_path(self, step: jax.Array) -> jax.Array:
+    def _on_path(self, step: int | jax.Array) -> jax.Array:
         """`[T]`, 1 where a token is on the path to token `step`."""
         t = jnp.arange(self.visible.shape[0], dtype=jnp.int32)
         return jnp.sum(jnp.where(t[None, :] == step, self.visible, 0), axis=1)

@@ -45,11 +45,11 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         slot, valid = slot_of(reads.slots, b, S)
         t = jnp.arange(padded, dtype=jnp.int32)
         count = jnp.where(valid, jnp.clip(reads.num_tokens[b], 0, T), 0)
-        state = _load(parts, state_ref, (layer, slot))
+        start: Iterable[jax.Array] = _load(parts, state_ref, (layer, slot))
         if call.ring is not None:
             history = History(reads.order, slot, reads.starts[slot], jnp.where(valid, reads.counts[slot], 0))
-            state = _replay(parts, state, buffers.kept, layer, history)
-            pl.when(valid & reads.fold[b])(lambda: _store(parts, state_ref, (layer, slot), state))
+            start = folded = _replay(parts, start, buffers.kept, layer, history)
+            pl.when(valid & reads.fold[b])(lambda: _store(parts, state_ref, (layer, slot), folded))
         window = Window.of(parts, reads.tokens, (b, t), count)
         if call.ring is not None:
             # Lanes without a token point past the ring, where no interpreter takes them for tokens of an earlier lap.
@@ -57,7 +57,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
             window.keep(buffers.kept, (layer, slot, entries))
 
         decay = decay_of(window, visible_tokens(reads.visible, b, t, T))
-        state, (keys, queries) = decay.products(state, "k", "q")
+        state, (keys, queries) = decay.products(start, "k", "q")
         updates = _updates(window, keys)
         o = (queries.carried + dot(queries.scores, updates)) * (call.scale * queries.unit)[:, None]
         o = jnp.where(window.exist[:, None], o, 0)
@@ -86,8 +86,8 @@ def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
         b, parts = pl.program_id(2), _parts(call.state, Hk)
         (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
         size = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, call.ring.length), 0)
-        state = _load(parts, buffers.state, (layer, slot))
-        state = _replay(parts, state, reads.kept, layer, History(reads.order, slot, reads.starts[slot], size))
+        history = History(reads.order, slot, reads.starts[slot], size)
+        state = _replay(parts, _load(parts, buffers.state, (layer, slot)), reads.kept, layer, history)
         pl.when(valid & has_target)(lambda: _store(parts, buffers.state, (layer, to_slot), state))
 
     launched: dict[str, Any] = {"rows": _rows(V), "num_warps": NUM_WARPS, "interpret": interpret}
