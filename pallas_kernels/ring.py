@@ -56,22 +56,26 @@ def rows_of(values: jax.Array, slots: jax.Array) -> jax.Array:
     return values.at[index].get(mode="fill", fill_value=0)
 
 
-def read_tokens(ring: Ring, layer: int | jax.Array, slots: jax.Array, offsets: jax.Array) -> Any:
-    """Inputs of one layer that lie `offsets [B, n]` behind the start of each row's history: `[B, n, *x]`."""
-    at = _entries(ring, slots, offsets)
+def entries(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:
+    """`[B, n]` entries that hold the inputs `offsets [B, n]` behind the start of each row's history."""
+    return jnp.take_along_axis(rows_of(ring.order, slots), _places(ring, slots, offsets), axis=1, mode="clip")
+
+
+def read_entries(ring: Ring, layer: int | jax.Array, slots: jax.Array, at: jax.Array) -> Any:
+    """The inputs in some `entries [B, n]` of each row's ring in one layer: `[B, n, *x]`."""
     return jax.tree.map(lambda leaf: leaf.at[layer, jnp.maximum(slots, 0)[:, None], at].get(mode="clip"), ring.inputs)
 
 
 def read_history(ring: Ring, layer: int, slots: jax.Array) -> Any:
     """The history of each row in one layer, oldest first: a pytree of `[B, Q, *x]`, with anything behind its count."""
     in_order = jnp.arange(ring.length, dtype=jnp.int32)[None]
-    return read_tokens(ring, layer, slots, in_order)
+    return read_entries(ring, layer, slots, entries(ring, slots, in_order))
 
 
 def write_tokens(ring: Ring, layer: int, slots: jax.Array, tokens: Any) -> Ring:
     """The inputs of a pass, a pytree of `[B, T, *x]`, behind each row's history in one layer; counts stay."""
     T, S = jax.tree.leaves(tokens)[0].shape[1], ring.starts.shape[0]
-    at, slot = _entries(ring, slots, _behind(ring, slots, T)), jnp.where(slots >= 0, slots, S)[:, None]
+    at, slot = entries(ring, slots, _behind(ring, slots, T)), jnp.where(slots >= 0, slots, S)[:, None]
     return ring._replace(
         inputs=jax.tree.map(
             lambda leaf, new: leaf.at[layer, slot, at].set(new.astype(leaf.dtype), mode="drop"), ring.inputs, tokens
@@ -97,7 +101,7 @@ def accept_path(ring: Ring, slots: jax.Array, path: jax.Array) -> Ring:
     place = jnp.sum(turn[:, None, :] < turn[:, :, None], axis=2, dtype=jnp.int32)
     behind, slot = _behind(ring, slots, T), jnp.where(slots >= 0, slots, S)[:, None]
     target = _places(ring, slots, behind[:, :1] + place)
-    return ring._replace(order=ring.order.at[slot, target].set(_entries(ring, slots, behind), mode="drop"))
+    return ring._replace(order=ring.order.at[slot, target].set(entries(ring, slots, behind), mode="drop"))
 
 
 def extend(ring: Ring, slots: jax.Array, folded: jax.Array, accepted: jax.Array) -> Ring:
@@ -125,8 +129,3 @@ def _behind(ring: Ring, slots: jax.Array, tokens: int) -> jax.Array:
 def _places(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:
     """`[B, n]` columns of the order that are `offsets` behind the start of each row's history."""
     return (rows_of(ring.starts, slots)[:, None] + offsets) % ring.length
-
-
-def _entries(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:
-    """`[B, n]` entries of the ring that hold the inputs `offsets` behind the start of each row's history."""
-    return jnp.take_along_axis(rows_of(ring.order, slots), _places(ring, slots, offsets), axis=1, mode="clip")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Int32, Rows
 from mamba_spec_jax.attention.base import ForwardBatch
+from mamba_spec_jax.attention.order import available_after
 from mamba_spec_jax.cache.pools import LeafSpec, MambaPool, PoolSpec, RingSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.tree import path_to
@@ -174,6 +175,9 @@ class Recurrence(abc.ABC):
         folded = self._folds(ring, record.slots, record.conv_inputs.shape[2])
         if track_slots is not None and track_steps is not None:
             pool, ring = self._track(pool, ring, record, folded, track_slots, track_steps)
+        if record.parents is not None:  # the order may only change once the pass has written its inputs by it
+            written = jax.tree.leaves(ring.inputs)[0][-1, jnp.clip(record.slots, 0, pool.ssm.shape[1] - 1), 0]
+            steps = available_after(steps, written)
         path, counts = _path(record, steps)
         if record.parents is not None:
             ring = rings.accept_path(ring, record.slots, path)
@@ -244,9 +248,10 @@ class Recurrence(abc.ABC):
     ) -> MambaPool:
         """Writes the states after the first `num_tokens[b]` of the inputs at `offsets [B, n]` of each row's ring."""
         source, target = (slot_index(each, pool.ssm.shape[1]) for each in (slots, to_slots))
+        entries = rings.entries(ring, slots, offsets)
 
         def layer(index, ssm):
-            kept = rings.read_tokens(ring, index, slots, offsets)
+            kept = rings.read_entries(ring, index, slots, entries)
             constants = jax.tree.map(lambda leaf: leaf[index], pool.constants)
             states = self._fold(ssm.at[index, source].get(mode="fill", fill_value=0), kept, constants, num_tokens)
             return ssm.at[index, target].set(states, mode="drop")
