@@ -52,7 +52,7 @@ class Window(NamedTuple):
         parts: the program's tiles.
         refs: where the tokens are.
         at: their indices there, the last of it `[T]`.
-        count: how many exist; they come first.
+        num_tokens: how many exist; they come first.
         exist: `[T]`.
         v: `[T, R]`.
         beta: `[T]`.
@@ -61,20 +61,20 @@ class Window(NamedTuple):
     parts: Sequence[Tile]
     refs: Tokens
     at: tuple
-    count: jax.Array
+    num_tokens: jax.Array
     exist: jax.Array
     v: jax.Array
     beta: jax.Array
 
     @classmethod
-    def of(cls, parts: Sequence[Tile], refs: Tokens, at: tuple, count: jax.Array) -> "Window":
-        """The first `count` of the tokens at `at`."""
+    def of(cls, parts: Sequence[Tile], refs: Tokens, at: tuple, num_tokens: jax.Array) -> "Window":
+        """The first `num_tokens` of the tokens at `at`."""
         tile, (*where, tokens) = parts[0], at
-        exist = jnp.arange(tokens.size, dtype=jnp.int32) < count
+        exist = jnp.arange(tokens.size, dtype=jnp.int32) < num_tokens
         v_at = refs.v.at[(*where, tokens[:, None], tile.head, tile.rows[None, :])]
         v = triton.load(v_at, mask=grid(exist, tile.has_row), other=0)
         beta = triton.load(refs.beta.at[(*at, tile.head)], mask=exist, other=0)
-        return cls(parts, refs, at, count, exist, v, beta)
+        return cls(parts, refs, at, num_tokens, exist, v, beta)
 
     @property
     def per_channel(self) -> bool:
@@ -180,7 +180,7 @@ class ChannelDecay(NamedTuple):
 
                 return [total + score(x) for total, x in zip(scores, xs, strict=True)]
 
-            scores = lax.fori_loop(0, self.window.count, row, [jnp.zeros_like(self.visible) for _ in xs])
+            scores = lax.fori_loop(0, self.window.num_tokens, row, [jnp.zeros_like(self.visible) for _ in xs])
             squares = [None if name == "k" else _squares(x) for name, x in zip(names, xs, strict=True)]
             return map(Products, carried, scores, squares)
 
@@ -230,7 +230,8 @@ def _squares(x: jax.Array) -> jax.Array:
 
 def _over_parts(of_part: Any, parts: Sequence[Tile], state: Iterable[jax.Array]) -> tuple[State, list[Products]]:
     """The state's parts, and their products summed one after another, so that those of one part are alive at a time."""
-    kept, totals = [], []
+    kept: State = []
+    totals: list[Products] = []
     for part, s in zip(parts, state, strict=True):
         found = list(of_part(part, s))
         totals = jax.tree.map(operator.add, totals, found) if totals else found

@@ -147,4 +147,4 @@ def _updates(window: Window, keys: Products) -> jax.Array:
         known = jnp.sum(jnp.sum(jnp.where(here, lower, 0), axis=0)[:, None] * solved, axis=0)
         return solved - jnp.where(here, known[None, :], 0)
 
-    return lax.fori_loop(1, window.count, solve, right) * keys.unit[:, None]
+    return lax.fori_loop(1, window.num_tokens, solve, right) * keys.unit[:, None]
