@@ -155,6 +155,8 @@ class Recurrence(abc.ABC):
         self, pool: MambaPool, record: VerifyRecord, steps: Rows, track_slots: Rows | None, track_steps: Rows | None
     ) -> MambaPool:
         """Brings the live slots to node `steps[b]` and the tracked slots to node `track_steps[b]`; negative: none."""
+        if pool.ssm.shape[0] == 0:  # a model of attention alone
+            return pool
         ring = pool.ring
         scatters = ring is None and self.state > 0
         ssm, conv = state_commit(
@@ -186,7 +188,7 @@ class Recurrence(abc.ABC):
     def materialize(self, pool: MambaPool, slots: Rows) -> MambaPool:
         """Folds the history of `slots [B]` into their states, for whoever reads `pool.ssm` himself; -1 is padding."""
         ring = pool.ring
-        if ring is None:
+        if ring is None or pool.ssm.shape[0] == 0:
             return pool
         in_order = jnp.broadcast_to(jnp.arange(ring.length, dtype=jnp.int32), (slots.size, ring.length))
         pool = self._write_folded(pool, ring, slots, in_order, rings.rows_of(ring.counts, slots), slots)

@@ -119,3 +119,18 @@ def test_every_node_and_what_follows_it(case, parents, num_tokens, seed):
     plain_next = Draft(following[row], everything[row], entries)
     plain_next_logits, _ = step(plainly, params, plain_next, plain_after, everything[row])
     close(np.asarray(next_logits)[kept], np.asarray(plain_next_logits)[there], "logits of the next pass")
+
+
+def test_attention_alone_commits_a_tree_under_replay():
+    config = dataclasses.replace(DENSE, layer_types=("attention", "attention"))
+    model = HybridModel.create(config, strategy=CommitStrategy.REPLAY)
+
+    def commit(params, cache, draft, node):
+        output = model.verify(params, draft, cache)
+        cache = model.backend.update_mamba_state_after_mtp_verify(output.cache, output.record, node, draft.slots, node)
+        return model.materialize(cache, draft.slots)
+
+    cache = jax.eval_shape(lambda: model.init_cache(SLOTS, MAX_LEN))
+    rows, nodes = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((B,), (B, T)))
+    draft = Draft(nodes, rows, rows, parents=nodes)
+    assert jax.eval_shape(commit, model.abstract_params(), cache, draft, rows) == cache
