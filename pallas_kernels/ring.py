@@ -87,7 +87,7 @@ def accept_path(ring: Ring, slots: jax.Array, path: jax.Array) -> Ring:
     """Puts the nodes of an accepted path of a draft tree behind the history, and the others behind them; counts stay.
 
     No input moves: the order of the window's T entries changes, and stays a permutation whatever the path is. Rows
-    whose slot is out of range change nothing.
+    whose slot is out of range change nothing. Two rows with one slot leave its order undefined until it is `reset`.
 
     Args:
         ring: as the pass has left it; donate it.
@@ -119,6 +119,16 @@ def clear(ring: Ring, slots: jax.Array) -> Ring:
     """Forgets the history of `slots`; what is out of range is ignored."""
     index = jnp.where(slots >= 0, slots, ring.starts.shape[0])
     return ring._replace(counts=ring.counts.at[index].set(0, mode="drop"))
+
+
+def reset(ring: Ring, slots: jax.Array) -> Ring:
+    """Leaves `slots` without history and in an order to begin with, whatever they held; ignores what is out of range.
+
+    `clear` keeps the order, and so waits for nobody who reads by it.
+    """
+    index = jnp.where(slots >= 0, slots, ring.starts.shape[0])
+    order = ring.order.at[index].set(jnp.arange(ring.length, dtype=jnp.int32), mode="drop")
+    return clear(ring, slots)._replace(order=order)
 
 
 def _behind(ring: Ring, slots: jax.Array, tokens: int) -> jax.Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache, slot_index
-from pallas_kernels.ring import clear
+from pallas_kernels.ring import reset
 
 
 class SlotAllocator:
@@ -57,7 +57,7 @@ def reset_slots(cache: HybridCache, slots: Rows) -> HybridCache:
         cache.mamba,
         ssm=cache.mamba.ssm.at[:, index].set(0, mode="drop"),
         conv=cache.mamba.conv.at[:, index].set(0, mode="drop"),
-        ring=None if ring is None else clear(ring, slots),
+        ring=None if ring is None else reset(ring, slots),
     )
     return dataclasses.replace(cache, mamba=mamba, lengths=cache.lengths.at[index].set(0, mode="drop"))
 

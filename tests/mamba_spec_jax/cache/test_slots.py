@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_spec_jax.cache.pools import HybridCache, PoolSpec
+from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, RingSpec
 from mamba_spec_jax.cache.slots import SlotAllocator, reset_slots, tracking_steps
+from mamba_spec_jax.modes import ReplayRing
 
 
 def test_the_allocator_hands_out_each_slot_once():
@@ -62,7 +63,8 @@ def test_any_history_of_the_allocator(num_slots, operations):
         assert allocator.num_free == num_slots - len(owned)
 
 
-SPEC = PoolSpec(2, 2, 3, 4, 3, 5, attention_layers=1, kv_heads=1, kv_head_dim=2)
+RING = RingSpec(ReplayRing(length=8, window=4), (("x", (6,), np.dtype(np.float32)),))
+SPEC = PoolSpec(2, 2, 3, 4, 3, 5, attention_layers=1, kv_heads=1, kv_head_dim=2, ring=RING)
 
 
 def test_reset_clears_its_slots_and_no_byte_else():
@@ -74,6 +76,8 @@ def test_reset_clears_its_slots_and_no_byte_else():
         np.testing.assert_array_equal(np.asarray(pool)[:, cleared], 0)
         assert np.isnan(np.asarray(pool)[:, ~cleared]).all()
     np.testing.assert_array_equal(after.lengths, np.where(cleared, 0, 7))
+    np.testing.assert_array_equal(after.mamba.ring.counts, np.where(cleared, 0, 7))
+    np.testing.assert_array_equal(after.mamba.ring.order, np.where(cleared[:, None], np.arange(8), 7))
     assert all(np.isnan(np.asarray(leaf)).all() for leaf in jax.tree.leaves(after.kv)), "stale keys are never read"
 
 
