@@ -7,7 +7,8 @@ least possible. Sums over K and over tokens are products on tensor cores, whose 
 padded to a power of two with tokens that nobody sees. Precision: products of float32 numbers in bfloat16 pieces that
 leave errors of float32's size; the state is rounded only where it is stored. Decays between two tokens are summed over
 the tokens between them, all of one sign, so that nothing cancels. The triangular system is solved token by token: with
-keys that repeat, a product of powers of L would cancel numbers that grow with 2^T.
+keys that repeat, a product of powers of L would cancel numbers that grow with 2^T. What tokens have in pairs stays in
+registers: 16 tokens fit, 32 spill, and each doubling spills far more (sm_80); a prompt is `gated_delta_chunk`'s.
 """
 
 from collections.abc import Iterable, Iterator
