@@ -37,6 +37,8 @@ from training.train_tiny import learning_rate, save_checkpoint
 ROWS, OWN_ROWS, TOKENS = 4, 2, 256  # of a batch, and those among them that the target wrote
 SELF_TEXT_ROWS = 3072
 BLOCKS, BLOCK_TOKENS = 64, 8
+FURTHER_PASSES = 0.5  # share of the blocks of which something is filled already
+FILLING = {"block_size": BLOCK_TOKENS + 1, "mask_token": DOCUMENT_END_ID, "passes": 2}
 DRAFT_STEPS = 4
 DRAFT_VOCABULARY = 768  # of EAGLE-3's head: the most frequent tokens
 
@@ -100,11 +102,16 @@ def make_loss(config: HeadConfig, target_config: TinyConfig):
         table = target["model.embed_tokens.weight"]
         output, embed = table.T, lambda ids: table[ids] * target_config.embedding_multiplier
         if isinstance(head, DFlash):
-            starts = jax.random.randint(rng, (rows.shape[0], BLOCKS), 8, TOKENS - BLOCK_TOKENS, jnp.int32)
-            behind = starts[..., None] + jnp.arange(BLOCK_TOKENS)
-            wanted = jax.vmap(lambda row, at: row[at])(probs, behind)
-            roots = embed(jnp.take_along_axis(tokens, starts, axis=1))
-            return block_loss(head, hidden, roots, embed(DOCUMENT_END_ID), starts, wanted, output)
+            shape = rows.shape[0], BLOCKS
+            where, whether, how_many = jax.random.split(rng, 3)
+            starts = jax.random.randint(where, shape, 8, TOKENS - BLOCK_TOKENS, jnp.int32)
+            # The first pass over a block knows its root alone, a further one also what those before it filled.
+            known = jax.random.randint(how_many, shape, 1, BLOCK_TOKENS, jnp.int32)
+            known = jnp.where(jax.random.bernoulli(whether, FURTHER_PASSES, shape), known, 0)
+            behind = starts[..., None] + jnp.arange(BLOCK_TOKENS + 1)
+            take = jax.vmap(lambda row, at: row[at])
+            block, wanted = embed(take(tokens, behind)), take(probs, behind[..., :-1])
+            return block_loss(head, hidden, block, embed(DOCUMENT_END_ID), known, starts, wanted, output)
         hidden = [layer[:, :-1] for layer in hidden]
         following, wanted = embed(tokens[:, 1:]), probs[:, 1:]
         return autoregressive_loss(head, config.num_layers, hidden, following, wanted, output, DRAFT_STEPS)
@@ -170,7 +177,7 @@ def main() -> None:
             save_checkpoint(checkpoint, done, jax.tree.leaves(params), jax.tree.leaves(state))
             if options.export:
                 trained = nnx.merge(graphdef, params, rest)
-                save_head(options.export, trained, config, block_size=BLOCK_TOKENS + 1, mask_token=DOCUMENT_END_ID)
+                save_head(options.export, trained, config, **FILLING if kind.module is DFlash else {})
 
 
 if __name__ == "__main__":
