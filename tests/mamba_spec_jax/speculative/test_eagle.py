@@ -46,7 +46,8 @@ def drafting(kind, tree=False):
 
 EVERY = [*((kind, False) for kind in KINDS), ("eagle3", True)]
 METHOD = ms.Sampling((ms.TopK(9),))
-REQUESTS = {"prompts": PROMPTS, "max_new": [NEW] * 3, "temperature": [0, 0.8, 0.8], "seeds": 5}  # the first row is greedy
+# The first row is greedy.
+REQUESTS = {"prompts": PROMPTS, "max_new": [NEW] * 3, "temperature": [0, 0.8, 0.8], "seeds": 5}
 
 
 @functools.cache
