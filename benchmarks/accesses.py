@@ -66,11 +66,11 @@ def count_accesses(function: Callable, arguments: dict[str, Any], device: str = 
     abstract = AbstractDevice(device_kind=device, num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
         closed = jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
-    walk = _Walk()
+    names = [_name(path) for path, _ in paths]
     values = [
-        np.asarray(leaf) if isinstance(leaf, np.ndarray) else _Unknown(_name(path))
-        for (path, _), leaf in zip(paths, leaves, strict=True)
+        leaf if isinstance(leaf, np.ndarray) else _Unknown(name) for name, leaf in zip(names, leaves, strict=True)
     ]
+    walk = _Walk({id(value): name for name, value in zip(names, values, strict=True)})
     walk.run(closed.jaxpr, closed.consts, values)
     return walk.kernels
 
@@ -116,8 +116,9 @@ class _Buffer:
 class _Walk:
     """Evaluates jaxprs as far as integers go."""
 
-    def __init__(self):
+    def __init__(self, names: dict[int, str]):
         self.kernels: list[Kernel] = []
+        self._names = names  # of the arguments, by id
         self._program: tuple[int, ...] = ()
         self._grid: tuple[int, ...] = ()
         self._steps: dict[int, list] = {}
@@ -195,7 +196,7 @@ class _Walk:
         kernel, aliases = equation.params["jaxpr"], dict(equation.params["input_output_aliases"])
         name, grid = _kernel_name(equation), tuple(equation.params["grid_mapping"].grid)
         buffers = [
-            _Buffer(_operand_name(i, value), atom.aval.shape, atom.aval.dtype, value)
+            _Buffer(self._operand_name(i, value), atom.aval.shape, atom.aval.dtype, value)
             for i, (atom, value) in enumerate(zip(equation.invars, arguments, strict=True))
         ]
         updated = {output: operand for operand, output in aliases.items()}
@@ -215,6 +216,11 @@ class _Walk:
             _add(arrays.setdefault(buffer.name, Traffic()), buffer.finish())
         self.kernels.append(Kernel(name, grid, arrays))
         return [_Unknown(buffer.name) for buffer in buffers[len(arguments) :]]
+
+    def _operand_name(self, place: int, value: Any) -> str:
+        if isinstance(value, _Unknown):
+            return value.name or f"operand {place}"
+        return self._names.get(id(value), "indices")  # one that was computed
 
     def _get(self, equation, buffer, *indices):
         return _load(buffer, *_place(jax.tree.unflatten(equation.params["tree"], indices)), None)
@@ -285,10 +291,6 @@ def _integers(equation, *values):
     if any(isinstance(value, _Unknown) for value in values):
         return [_NOTHING] * len(equation.outvars)
     return evaluate(equation, values)
-
-
-def _operand_name(place: int, value: Any) -> str:
-    return (value.name or f"operand {place}") if isinstance(value, _Unknown) else "indices"
 
 
 def _add(total: Traffic, more: Traffic) -> None:

@@ -1,7 +1,8 @@
 """Bytes of device memory that the Triton kernels move at published shapes, counted: see `accesses.py`.
 
 One row and one layer at a time: what a row moves is linear in the length of its history, so two lengths, and a pass
-that folds, give every steady state. Arrays that are read once a launch (A, D, indices) are left out.
+that folds, give every steady state. Arrays that are read once a launch (A, D, indices) are left out; the ring's order,
+of which a row reads as many numbers as it has inputs, is not.
 """
 
 import dataclasses
@@ -20,7 +21,10 @@ from pallas_kernels.decode_attention import shapes as attention_shapes
 from pallas_kernels.ring import Ring
 from pallas_kernels.state_commit import shapes as commit_shapes
 
-_ONCE_A_LAUNCH = {"indices", "A", "D", "weight", "bias"}
+_ONCE_A_LAUNCH = {
+    "indices", "slots", "steps", "lengths", "num_tokens", "fold", "ring.starts", "ring.counts",
+    "A", "D", "weight", "bias",
+}  # fmt: skip
 _DTYPES = {4: jnp.float32, 2: jnp.bfloat16}
 
 
@@ -96,7 +100,8 @@ def _verify(layer: Any, tokens: int, itemsize: int, keep: str, count: int, fold:
     if "num_tokens" in given:
         given["num_tokens"] = _int32(tokens)
     if keep == "ring":
-        given["ring"] = Ring(given["ring"].inputs, _int32(0, 0), _int32(0, count))
+        order = np.tile(np.arange(length, dtype=np.int32), (2, 1))
+        given["ring"] = Ring(given["ring"].inputs, _int32(0, 0), _int32(0, count), order)
         given["fold"] = np.array([fold])
     return _total(count_accesses(functools.partial(op, layer=0, implementation="triton"), given))
 

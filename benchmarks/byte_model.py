@@ -16,6 +16,7 @@ from pallas_kernels.ring import must_fold
 
 ACCEPTED = 0.7  # of T
 INPUT = 2  # bytes of an activation
+ORDER = 4  # of a number in the ring's order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ def recurrence(model: Model, strategy: str, tokens: int, itemsize: int, tree: bo
         strategy: "snapshot" or "replay".
         tokens: T.
         itemsize: bytes of a state's element.
-        tree: whether the accepted path has to be put in order in the ring: all of it but the root, at worst.
+        tree: whether the commit puts the accepted path first in the ring's order, once for all layers.
     """
     layer = model.recurrence
     S, r = layer.state_size * itemsize, layer.kept(INPUT)
@@ -90,9 +91,11 @@ def recurrence(model: Model, strategy: str, tokens: int, itemsize: int, tree: bo
     if strategy == "snapshot":
         read, snapshots, commit = S, tokens * S, 2 * S
         return Bytes(read + snapshots + commit, window, floor)
-    steady = steady_state(tokens, ring_length(tokens))
-    gathered = 2 * (steady.accepted - 1) * r if tree else 0
-    return Bytes((1 + steady.folds) * S + (steady.history + tokens) * r + gathered, window, floor)
+    length = ring_length(tokens)
+    steady = steady_state(tokens, length)
+    kept = (steady.history + tokens) * (r + ORDER)  # each input lies where the order says
+    permuted = (length + tokens) * ORDER / model.layers if tree else 0
+    return Bytes((1 + steady.folds) * S + kept + permuted, window, floor)
 
 
 def convolution(model: Model, tokens: int, batch: int) -> Bytes:
@@ -132,4 +135,4 @@ def resident(model: Model, strategy: str, tokens: int, itemsize: int) -> float:
     S = model.recurrence.state_size * itemsize
     if strategy == "snapshot":
         return (tokens + 1) * S
-    return S + ring_length(tokens) * model.recurrence.kept(INPUT)
+    return S + ring_length(tokens) * (model.recurrence.kept(INPUT) + ORDER / model.layers)

@@ -137,11 +137,12 @@ when `history + 2 T > Q`.
 
 ## Recurrent layers
 
-`snapshot` and `replay` are bytes over S of states, snapshots and ring entries: the verify pass and the recurrent half
-of the commit. `on trees` adds putting the accepted path in order in the ring, all of it but the root at worst.
-`counted` is the same from the addresses of the kernels' loads and stores (chain, step form), each address once a
-kernel. `all, of floor` includes what any strategy reads and writes of the pass's own tokens, over reading the state
-once and those tokens. `resident` is the memory of replay over that of snapshots.
+`snapshot` and `replay` are bytes over S of states, snapshots and ring entries, and of the order that says where each
+input lies: the verify pass and the recurrent half of the commit. `on trees` adds putting the accepted path first in
+that order, once for all layers; no input moves. `counted` is the same from the addresses of the kernels' loads and
+stores (chain, step form), each address once a kernel. `all, of floor` includes what any strategy reads and writes of
+the pass's own tokens, over reading the state once and those tokens. `resident` is the memory of replay over that of
+snapshots.
 
 {recurrences}
 

@@ -62,13 +62,17 @@ def draw(shapes: dict[str, Any], layer: int, *, padding: bool, seed: int = 0) ->
 
 
 def fill(shapes: Any) -> Any:
-    """Arrays of any size for a clock: numbers below 1 that differ from place to place, decays below 0, integers 0."""
+    """Arrays of any size for a clock: numbers below 1 that differ from place to place, decays below 0, integers 0.
+
+    A ring is without history.
+    """
 
     def made(path, leaf):
         low, _ = _BETWEEN.get(getattr(path[-1], "key", ""), (0.0, 1.0))
         return _hashed(leaf.shape, leaf.dtype, -1 if low < 0 else 1)
 
-    return jax.tree_util.tree_map_with_path(made, shapes)
+    filled = jax.tree_util.tree_map_with_path(made, shapes)
+    return filled | {"ring": Ring.empty(filled["ring"].inputs)} if "ring" in filled else filled
 
 
 def _rows(rng: np.random.Generator, shapes: dict[str, Any], padding: bool) -> dict[str, np.ndarray]:
@@ -90,19 +94,21 @@ def _rows(rng: np.random.Generator, shapes: dict[str, Any], padding: bool) -> di
 
 
 def _ring(rng: np.random.Generator, shape: Ring, layer: int, slots: np.ndarray, tokens: int) -> Ring:
-    """Histories of every length that leaves room for a pass, empty ones too, some of them wrapped around the end."""
+    """Histories in any order, of every length that leaves room for a pass: empty ones, and some around the end."""
     (S,), Q = shape.starts.shape, shape.length
     starts, counts = np.zeros(S, np.int32), np.zeros(S, np.int32)
     in_range = (slots >= 0) & (slots < S)
     start, count = (rng.integers(0, end, slots.size).astype(np.int32) for end in (Q, Q - tokens + 1))
     starts[slots[in_range]], counts[slots[in_range]] = start[in_range], count[in_range]
-    held = (np.arange(Q) - start[:, None]) % Q < count[:, None]
+    order = rng.permuted(np.tile(np.arange(Q, dtype=np.int32), (S, 1)), axis=1)
+    place = np.argsort(order[np.where(in_range, slots, 0)], axis=1)  # of each entry in its slot's order
+    held = (place - start[:, None]) % Q < count[:, None]
     inputs = {}
     for name, leaf in shape.inputs.items():
         values = _values(rng, name, (slots.size, *leaf.shape[2:]))
         values[~held] = np.nan
         inputs[name] = _placed(leaf.shape, leaf.dtype, layer, _within(slots, S), values)
-    return Ring(inputs, jnp.asarray(starts), jnp.asarray(counts))
+    return Ring(inputs, jnp.asarray(starts), jnp.asarray(counts), jnp.asarray(order))
 
 
 def _tokens(shapes: dict[str, Any]) -> int:

@@ -256,8 +256,7 @@ def _ways(case: Case, sizes: Sizes, reference: Any) -> Iterator[dict[str, Any]]:
     """Options of the implementations that run here, but for the one that would be compared with itself."""
     for name, how in runnable(case.op, sizes.interpret):
         same = name == "xla" and (reference is None or reference.platform == jax.default_backend())
-        unwritten = (case.op, name, case.label.get("form")) == (DELTA.name, "triton", "chunk")
-        if how is not None and not same and not unwritten:
+        if how is not None and not same:
             yield how
 
 

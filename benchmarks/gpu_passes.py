@@ -166,10 +166,13 @@ def _same_bits(op: Recurrence, shape: Any, steps: int, tokens: int, how: dict[st
     abstract = op.shapes(shape, rows + 2, rows, steps * tokens)
     given = draw(abstract, 0, padding=False) | {"num_tokens": jnp.full(rows, tokens, jnp.int32)}
     last = jnp.asarray(accepted_nodes(np.random.default_rng(0), tokens, steps, rows))
-    poison = {
-        "snapshots": op.shapes(shape, rows + 2, rows, tokens, keep="snapshots")["snapshots"],
-        "ring": op.shapes(shape, rows + 2, rows, tokens, keep="ring", length=length)["ring"],
-    }
+    snapshots, kept = jax.tree.map(
+        lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype),
+        (
+            op.shapes(shape, rows + 2, rows, tokens, keep="snapshots")["snapshots"],
+            op.shapes(shape, rows + 2, rows, tokens, keep="ring", length=length)["ring"].inputs,
+        ),
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(make, carry):
@@ -188,16 +191,10 @@ def _same_bits(op: Recurrence, shape: Any, steps: int, tokens: int, how: dict[st
         real = (jnp.arange(tokens) <= last.T[..., None]).reshape(rows, -1)
         return carry["state"], jnp.where(real[..., None, None], outputs, 0)
 
-    def empty(name):
-        filled = jax.tree.map(
-            lambda leaf: jnp.full(leaf.shape, 0 if leaf.dtype == jnp.int32 else jnp.nan, leaf.dtype), poison[name]
-        )
-        return {"state": given["state"], name: filled}
-
     found = {
         "decode": run(decode_step, {"state": given["state"]}),
-        "snapshot": run(snapshot_step, empty("snapshots")),
-        "replay": run(replay_step, empty("ring")),
+        "snapshot": run(snapshot_step, {"state": given["state"], "snapshots": snapshots}),
+        "replay": run(replay_step, {"state": given["state"], "ring": rings.Ring.empty(kept)}),
     }
     same = {
         way: [

@@ -193,7 +193,7 @@ def _cases(cell: Cell) -> dict[str, tuple[str, dict[str, Any]]]:
     }
     if cell.batch in cell.sizes.xla and chosen != "xla":
         cases["xla snapshot"] = "snapshot", {"implementation": "xla"}
-    if cell.batch in cell.sizes.chunked and cell.model.recurrence.op == "selective_state_update":
+    if cell.batch in cell.sizes.chunked:
         for strategy in ("snapshot", "replay"):
             cases[f"chunked {strategy}"] = strategy, {"implementation": chosen, "form": "chunk"}
     return cases

@@ -3,6 +3,7 @@
 A slot's state is its checkpoint followed by the inputs of the tokens accepted since, its history. A verify pass
 computes from both, and writes the inputs of its own tokens behind the history; accepting some of them is adding to a
 count. Only when the ring fills up is the history folded into the checkpoint, in a pass that has read both anyway.
+Inputs never move: a slot's entries are read in an order of its own, and accepting a path of a draft tree changes that.
 
 In the shapes below L is layers, S slots, Q the ring's length, B rows and T tokens of a pass.
 """
@@ -17,19 +18,28 @@ class Ring(NamedTuple):
     """The inputs since each slot's checkpoint.
 
     Attributes:
-        inputs: pytree of `[L, S, Q, *x]`; entry `(start + i) % Q` of a slot is input i behind its checkpoint.
+        inputs: pytree of `[L, S, Q, *x]`; entry `order[slot, (start + i) % Q]` is input i behind a slot's checkpoint.
         starts: `[S]` int32, where each slot's history begins.
         counts: `[S]` int32, how many tokens it has.
+        order: `[S, Q]` int32, a permutation of 0..Q-1 for each slot, the same for every layer.
     """
 
     inputs: Any
     starts: jax.Array
     counts: jax.Array
+    order: jax.Array
+
+    @classmethod
+    def empty(cls, inputs: Any) -> "Ring":
+        """Without history, in buffers of its own, each of which can be donated."""
+        _, S, Q, *_ = jax.tree.leaves(inputs)[0].shape
+        order = jnp.tile(jnp.arange(Q, dtype=jnp.int32), (S, 1))
+        return cls(inputs, starts=jnp.zeros(S, jnp.int32), counts=jnp.zeros(S, jnp.int32), order=order)
 
     @property
     def length(self) -> int:
         """Q."""
-        return jax.tree.leaves(self.inputs)[0].shape[2]
+        return self.order.shape[1]
 
 
 def must_fold(counts: jax.Array, tokens: int, window: int, length: int) -> jax.Array:
@@ -41,28 +51,31 @@ def must_fold(counts: jax.Array, tokens: int, window: int, length: int) -> jax.A
 
 
 def rows_of(values: jax.Array, slots: jax.Array) -> jax.Array:
-    """`values[slots[b]]` of each row, 0 where the slot is out of range."""
+    """`values[slots[b]]` of each row, of `values [S, ...]`; 0 where the slot is out of range."""
     index = jnp.where(slots >= 0, slots, values.shape[0])
     return values.at[index].get(mode="fill", fill_value=0)
 
 
-def read_tokens(ring: Ring, layer: int | jax.Array, slots: jax.Array, offsets: jax.Array) -> Any:
-    """Inputs of one layer that lie `offsets [B, n]` behind the start of each row's history: `[B, n, *x]`."""
-    at = _entries(ring, slots, offsets)
+def entries(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:
+    """`[B, n]` entries that hold the inputs `offsets [B, n]` behind the start of each row's history."""
+    return jnp.take_along_axis(rows_of(ring.order, slots), _places(ring, slots, offsets), axis=1, mode="clip")
+
+
+def read_entries(ring: Ring, layer: int | jax.Array, slots: jax.Array, at: jax.Array) -> Any:
+    """The inputs in some `entries [B, n]` of each row's ring in one layer: `[B, n, *x]`."""
     return jax.tree.map(lambda leaf: leaf.at[layer, jnp.maximum(slots, 0)[:, None], at].get(mode="clip"), ring.inputs)
 
 
 def read_history(ring: Ring, layer: int, slots: jax.Array) -> Any:
     """The history of each row in one layer, oldest first: a pytree of `[B, Q, *x]`, with anything behind its count."""
     in_order = jnp.arange(ring.length, dtype=jnp.int32)[None]
-    return read_tokens(ring, layer, slots, in_order)
+    return read_entries(ring, layer, slots, entries(ring, slots, in_order))
 
 
 def write_tokens(ring: Ring, layer: int, slots: jax.Array, tokens: Any) -> Ring:
     """The inputs of a pass, a pytree of `[B, T, *x]`, behind each row's history in one layer; counts stay."""
-    (_, T, *_), (_, S, *_) = jax.tree.leaves(tokens)[0].shape, jax.tree.leaves(ring.inputs)[0].shape
-    behind = rows_of(ring.counts, slots)[:, None] + jnp.arange(T, dtype=jnp.int32)
-    at, slot = _entries(ring, slots, behind), jnp.where(slots >= 0, slots, S)[:, None]
+    T, S = jax.tree.leaves(tokens)[0].shape[1], ring.starts.shape[0]
+    at, slot = entries(ring, slots, _behind(ring, slots, T)), jnp.where(slots >= 0, slots, S)[:, None]
     return ring._replace(
         inputs=jax.tree.map(
             lambda leaf, new: leaf.at[layer, slot, at].set(new.astype(leaf.dtype), mode="drop"), ring.inputs, tokens
@@ -71,23 +84,24 @@ def write_tokens(ring: Ring, layer: int, slots: jax.Array, tokens: Any) -> Ring:
 
 
 def accept_path(ring: Ring, slots: jax.Array, path: jax.Array) -> Ring:
-    """The inputs of an accepted path of a draft tree, moved up behind the history in every layer; counts stay.
+    """Puts the nodes of an accepted path of a draft tree behind the history, and the others behind them; counts stay.
 
-    Node `path[b, d]` of the pass goes to where node d is; -1 stands behind the path, and moves nothing.
+    No input moves: the order of the window's T entries changes, and stays a permutation whatever the path is. Rows
+    whose slot is out of range change nothing.
+
+    Args:
+        ring: as the pass has left it; donate it.
+        slots: `[B]`.
+        path: `[B, T]` int32, the pass's node at each depth; -1 stands behind the path.
     """
-    S = ring.starts.shape[0]
-    history = rows_of(ring.counts, slots)[:, None]
-    depth = jnp.arange(path.shape[1], dtype=jnp.int32)
-    source, target = (_entries(ring, slots, history + node) for node in (jnp.maximum(path, 0), depth))
-    from_slot = jnp.maximum(slots, 0)[:, None]
-    to_slot = jnp.where((slots >= 0)[:, None] & (path >= 0) & (path != depth), slots[:, None], S)
-
-    def move(leaf):
-        # Read into a buffer of its own: the scatter would otherwise read what it has already written over.
-        tokens = jax.lax.optimization_barrier(leaf.at[:, from_slot, source].get(mode="clip"))
-        return leaf.at[:, to_slot, target].set(tokens, mode="drop")
-
-    return ring._replace(inputs=jax.tree.map(move, ring.inputs))
+    S, T = ring.starts.shape[0], path.shape[1]
+    nodes = jnp.arange(T, dtype=jnp.int32)
+    depth = jnp.max(jnp.where(path[:, :, None] == nodes, nodes[:, None], -1), axis=1)
+    turn = jnp.where(depth >= 0, depth, T + nodes)  # no two nodes have the same
+    place = jnp.sum(turn[:, None, :] < turn[:, :, None], axis=2, dtype=jnp.int32)
+    behind, slot = _behind(ring, slots, T), jnp.where(slots >= 0, slots, S)[:, None]
+    target = _places(ring, slots, behind[:, :1] + place)
+    return ring._replace(order=ring.order.at[slot, target].set(entries(ring, slots, behind), mode="drop"))
 
 
 def extend(ring: Ring, slots: jax.Array, folded: jax.Array, accepted: jax.Array) -> Ring:
@@ -107,6 +121,11 @@ def clear(ring: Ring, slots: jax.Array) -> Ring:
     return ring._replace(counts=ring.counts.at[index].set(0, mode="drop"))
 
 
-def _entries(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:
-    """`[B, n]` entries of the ring that lie `offsets` behind the start of each row's history."""
+def _behind(ring: Ring, slots: jax.Array, tokens: int) -> jax.Array:
+    """`[B, T]` offsets of a pass's tokens: they follow each row's history."""
+    return rows_of(ring.counts, slots)[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+
+
+def _places(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:
+    """`[B, n]` columns of the order that are `offsets` behind the start of each row's history."""
     return (rows_of(ring.starts, slots)[:, None] + offsets) % ring.length

@@ -175,8 +175,9 @@ class Recurrence(abc.ABC):
         folded = self._folds(ring, record.slots, record.conv_inputs.shape[2])
         if track_slots is not None and track_steps is not None:
             pool, ring = self._track(pool, ring, record, folded, track_slots, track_steps)
-            # Inputs may only move once the tracked states have been computed from them.
-            steps = available_after(steps, pool.ssm[0, jnp.clip(record.slots, 0, pool.ssm.shape[1] - 1)])
+        if record.parents is not None:  # the order may only change once the pass has written its inputs by it
+            written = jax.tree.leaves(ring.inputs)[0][-1, jnp.clip(record.slots, 0, pool.ssm.shape[1] - 1), 0]
+            steps = available_after(steps, written)
         path, counts = _path(record, steps)
         if record.parents is not None:
             ring = rings.accept_path(ring, record.slots, path)
@@ -247,9 +248,10 @@ class Recurrence(abc.ABC):
     ) -> MambaPool:
         """Writes the states after the first `num_tokens[b]` of the inputs at `offsets [B, n]` of each row's ring."""
         source, target = (slot_index(each, pool.ssm.shape[1]) for each in (slots, to_slots))
+        entries = rings.entries(ring, slots, offsets)
 
         def layer(index, ssm):
-            kept = rings.read_tokens(ring, index, slots, offsets)
+            kept = rings.read_entries(ring, index, slots, entries)
             constants = jax.tree.map(lambda leaf: leaf[index], pool.constants)
             states = self._fold(ssm.at[index, source].get(mode="fill", fill_value=0), kept, constants, num_tokens)
             return ssm.at[index, target].set(states, mode="drop")

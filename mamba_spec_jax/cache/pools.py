@@ -35,7 +35,8 @@ class RingSpec:
 
     def bytes(self, layers: int, slots: int) -> int:
         per_token = sum(math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in self.inputs)
-        return layers * slots * self.size.length * per_token
+        order = np.dtype(np.int32).itemsize  # one for all layers
+        return slots * self.size.length * (layers * per_token + order)
 
     def zero_inputs(self, layers: int, slots: int) -> dict[str, jax.Array]:
         """`[L, S, Q, *x]` of each input."""
@@ -204,6 +205,4 @@ def slot_index(slots: Rows, num_slots: int) -> Rows:
 
 
 def _empty_ring(spec: RingSpec, layers: int, slots: int) -> dict[str, Any]:
-    empty = jnp.zeros((slots,), jnp.int32)
-    ring = Ring(spec.zero_inputs(layers, slots), starts=empty, counts=jnp.copy(empty))  # each can be donated
-    return {"ring": ring, "constants": spec.zero_constants(layers)}
+    return {"ring": Ring.empty(spec.zero_inputs(layers, slots)), "constants": spec.zero_constants(layers)}

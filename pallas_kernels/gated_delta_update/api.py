@@ -5,7 +5,7 @@ import jax
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_parents
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gated_delta_update import arguments, reference, triton
+from pallas_kernels.gated_delta_update import arguments, reference, triton, triton_chunk
 from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold, Form
 from pallas_kernels.gated_delta_update.recurrence import Tokens
 from pallas_kernels.ring import Ring, rows_of
@@ -49,7 +49,8 @@ def gated_delta_update(
     - with `disable_state_update` nothing;
     - with `ring` and `fold`, the T inputs behind each row's history. The outputs then start from the state after the
       history, and rows with `fold` write that state to the pool; afterwards their history is empty, and the caller,
-      who has run all layers, moves `starts` by `counts` and counts accepted tokens.
+      who has run all layers, moves `starts` by `counts` and counts accepted tokens (`ring.extend`; after a tree,
+      `ring.accept_path` before it).
 
     All arithmetic is float32. In the step form a state is rounded to the pool's dtype after every token, and decode,
     snapshots and replay agree to the bit; the chunked form rounds only what it stores. A row whose slot is out of range
@@ -70,7 +71,7 @@ def gated_delta_update(
         snapshots: `[L, B, T, Hv, V, K]` in the pool's dtype; donate it.
         ring: inputs k `[L, S, Q, Hk, K]`, v `[L, S, Q, Hv, V]`, g and beta `[L, S, Q, Hv]` (g of KDA
             `[L, S, Q, Hv, K]`) in the arguments' dtypes, with Q >= 2 T; a row's count and T together must not pass Q
-            (see `ring.must_fold`). Donate it.
+            (see `ring.must_fold`), and a slot's order is a permutation (see `Ring.empty`). Donate it.
         fold: `[B]` bool, the rows that write the state after their history; required with ring.
         disable_state_update: leave nothing behind.
         parents: `[B, T]` int32, each node's parent, which comes before it; -1 at a root. None for a chain. A tree has
@@ -109,10 +110,12 @@ def gated_delta_update(
         form=form,
     )
     arguments.check_kept(_OP, call, disable_state_update)
-    in_kernel = _in_kernel(implementation, interpret, form)
+    choice = dispatch.resolve(_OP, implementation, interpret)
     if v.size == 0 or state.size == 0:
         return DeltaUpdate(v, state, snapshots, ring)
-    return triton.update(call, interpret=interpret) if in_kernel else reference.update(call)
+    if choice.implementation == "triton":
+        return (triton if form == "step" else triton_chunk).update(call, interpret=interpret)
+    return reference.update(call)
 
 
 def fold_history(
@@ -159,15 +162,9 @@ def fold_history(
     to_slots = slots if to_slots is None else to_slots
     arguments.check_rows(_OP, slots.size, num_tokens=num_tokens, to_slots=to_slots)
     call = Fold(state, ring, slots, to_slots, num_tokens, layer, form)
-    in_kernel = _in_kernel(implementation, interpret, form)
+    choice = dispatch.resolve(_OP, implementation, interpret)
     if slots.size == 0 or state.size == 0:
         return state
-    return triton.fold_history(call, interpret=interpret) if in_kernel else reference.fold_history(call)
-
-
-def _in_kernel(implementation: Implementation | None, interpret: bool, form: Form) -> bool:
-    """Whether the Triton kernel runs: it has the step form; the chunked one is XLA's wherever it runs."""
-    choice = dispatch.resolve(_OP, implementation, interpret)
-    if implementation == "triton" and form == "chunk":
-        raise NotImplementedError(f"{_OP}: implementation 'triton' has form='step' alone; pass implementation=None")
-    return form == "step" and choice.implementation == "triton"
+    if choice.implementation == "triton":
+        return (triton if form == "step" else triton_chunk).fold_history(call, interpret=interpret)
+    return reference.fold_history(call)

@@ -25,7 +25,7 @@ class DeltaUpdate(NamedTuple):
         o: `[B, T, Hv, V]` outputs in v's dtype; 0 for tokens past `num_tokens` and rows without a slot.
         state: `[L, S, Hv, V, K]`.
         snapshots: `[L, B, T, Hv, V, K]`.
-        ring: with the pass's inputs behind each row's history; starts and counts as they were.
+        ring: with the pass's inputs behind each row's history; starts, counts and order as they were.
     """
 
     o: jax.Array
@@ -141,9 +141,11 @@ def check_ring(op: str, state: jax.Array, ring: Ring) -> None:
     L, S, Hv, V, K = state.shape
     if not isinstance(ring.inputs, dict) or set(ring.inputs) != {"k", "v", "g", "beta"}:
         raise ValueError(f"{op}: ring.inputs is {jax.tree.structure(ring.inputs)}, expected a dict of k, v, g, beta")
+    check_shape(op, "ring.order", ring.order, (S, "Q"))
+    _check_dtype(op, "ring.order", ring.order, "int32", "cast it with .astype")
     entries, g = (L, S, ring.length), ring.inputs["g"]
     expected: dict[str, tuple] = {
-        "k": (L, S, "Q", "Hk", K),
+        "k": (*entries, "Hk", K),
         "v": (*entries, Hv, V),
         "g": (*entries, Hv, K) if g.ndim == 5 else (*entries, Hv),
         "beta": (*entries, Hv),

@@ -64,7 +64,8 @@ def arguments(
 def ring(shape: DeltaShape, slots: int, length: int) -> Ring:
     """An abstract ring of Q = `length` inputs a slot."""
     cursor: Any = jax.ShapeDtypeStruct((slots,), jnp.int32)
-    return Ring(_inputs(shape, shape.layers, slots, length), cursor, cursor)
+    order: Any = jax.ShapeDtypeStruct((slots, length), jnp.int32)
+    return Ring(_inputs(shape, shape.layers, slots, length), cursor, cursor, order)
 
 
 def _inputs(shape: DeltaShape, *entries: int) -> dict[str, Any]:

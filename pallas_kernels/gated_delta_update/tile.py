@@ -1,4 +1,4 @@
-"""What one program of the Triton kernel holds, and how it takes it from token to token."""
+"""What one program of the Triton kernels holds, and how it takes it from token to token."""
 
 from typing import Any, NamedTuple
 
@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
+from pallas_kernels.entries import inside
 from pallas_kernels.gated_delta_update.recurrence import EPS, Tokens
 
 _MOST_ROWS = {4: 32, 2: 16}  # by bytes of a number: 32 rows of 16 bits spilled (sm_90, replaying a ring)
 
 
 class Tile(NamedTuple):
-    """Some rows of V and all columns of K of one head's state; masks are None where everything exists."""
+    """Some rows of V and columns of K of one head's state; masks are None where everything exists."""
 
     block: jax.Array
     head: jax.Array
@@ -31,22 +32,40 @@ def block_rows(V: int, dtype: Any) -> int:
     return min(_MOST_ROWS[jnp.dtype(dtype).itemsize], pl.next_power_of_2(V))
 
 
+def slot_of(slots_ref: Any, b: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
+    """A row's slot, 0 where it is out of range, and whether it is not."""
+    slot = slots_ref[b]
+    valid = inside(slot, num_slots)
+    return jnp.where(valid, slot, 0), valid
+
+
 def tile_of(block: jax.Array, head: jax.Array, state: Any, key_heads: int) -> Tile:
     """The tile at block `block` of V in head `head` of a pool `[L, S, Hv, V, K]`."""
+    _, _, _, V, K = state.shape
+    return cut(block, head, state, key_heads, block_rows(V, state.dtype), pl.next_power_of_2(K))
+
+
+def cut(block: jax.Array, head: jax.Array, state: Any, key_heads: int, height: int, width: int, part: int = 0) -> Tile:
+    """Block `block` of `height` rows of V and part `part` of `width` columns of K, in head `head` of a pool."""
     _, _, heads, V, K = state.shape
-    group, size = heads // key_heads, block_rows(V, state.dtype)
-    rows = block * size + jnp.arange(size, dtype=jnp.int32)
-    columns = jnp.arange(pl.next_power_of_2(K), dtype=jnp.int32)
-    has_row = None if V % size == 0 else rows < V
-    has_column = None if columns.size == K else columns < K
+    group = heads // key_heads
+    rows = block * height + jnp.arange(height, dtype=jnp.int32)
+    columns = part * width + jnp.arange(width, dtype=jnp.int32)
+    has_row = None if V % height == 0 else rows < V
+    has_column = None if K % width == 0 else columns < K
     masks = [mask for mask in (None if has_row is None else has_row[:, None], has_column) if mask is not None]
-    has_element = jnp.broadcast_to(masks[0] & masks[-1], (rows.size, columns.size)) if masks else None
+    has_element = jnp.broadcast_to(masks[0] & masks[-1], (height, width)) if masks else None
     return Tile(block, head, head // group, head % group == 0, rows, columns, has_row, has_column, has_element)
+
+
+def load_stored(tile: Tile, ref: Any, index: tuple) -> jax.Array:
+    """The tile from a ref of states `[.., Hv, V, K]`, in its dtype."""
+    return _load(_state_at(tile, ref, index), tile.has_element)
 
 
 def load_state(tile: Tile, ref: Any, index: tuple) -> jax.Array:
     """The tile in float32 from a ref of states `[.., Hv, V, K]`."""
-    return _load(_state_at(tile, ref, index), tile.has_element).astype(jnp.float32)
+    return load_stored(tile, ref, index).astype(jnp.float32)
 
 
 def store_state(tile: Tile, ref: Any, index: tuple, state: jax.Array) -> None:

@@ -8,8 +8,8 @@ changes, which is the least possible; k, q and the gates of a token once for eac
 them, from the second time on out of a cache. Precision: float32, no tensor cores; the compiler rounds every product
 before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
 
-The programs of a row share its ring, and none waits for another: what they write lies behind the history that they
-read, and each entry is written by one of them.
+The programs of a row share its ring, and none waits for another: in the ring's order, a permutation that no kernel
+changes, what they write comes behind the history that they read, and each entry is written by one of them.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.entries import inside
 from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold
+from pallas_kernels.gated_delta_update.operands import launch_fold, launch_update, writes_state
 from pallas_kernels.gated_delta_update.recurrence import Tokens
 from pallas_kernels.gated_delta_update.tile import (
     Tile,
@@ -29,14 +29,14 @@ from pallas_kernels.gated_delta_update.tile import (
     load_state,
     load_token,
     output,
+    slot_of,
     step,
     store_output,
     store_state,
     store_token,
     tile_of,
 )
-from pallas_kernels.launch import launch
-from pallas_kernels.state_scatter.triton import check_offsets
+from pallas_kernels.history import History
 from pallas_kernels.tree import ancestor_mask
 
 NUM_WARPS = 4
@@ -44,39 +44,31 @@ NUM_WARPS = 4
 
 def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     """The step form, on chains and trees."""
-    (_, S, Hv, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
+    (_, S, _, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
     (T, Hk), rows = call.tokens.k.shape[1:3], block_rows(V, dtype)
-    history, cursors, length = None, None, 0
-    if call.ring is not None:
-        history, length = Tokens(**call.ring.inputs), call.ring.length
-        cursors = call.ring.starts, call.ring.counts, call.fold
-    writes_state = call.advance or call.ring is not None
-    visible = None if call.parents is None else ancestor_mask(call.parents)
 
-    def gated_delta_update_kernel(inputs, o_ref, buffers):
-        tokens, visible_ref, slots_ref, num_tokens_ref, cursor_refs, read_ref = inputs
-        written_ref, snapshots_ref, history_refs = buffers
-        state_ref = written_ref if writes_state else read_ref
+    def gated_delta_update_kernel(reads, o_ref, buffers):
+        state_ref = buffers.state if writes_state(call) else reads.state
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
-        slot, valid = _slot(slots_ref, b, S)
-        count = jnp.where(valid, jnp.clip(num_tokens_ref[b], 0, T), 0)
+        slot, valid = slot_of(reads.slots, b, S)
+        count = jnp.where(valid, jnp.clip(reads.num_tokens[b], 0, T), 0)
         state = load_state(tile, state_ref, (layer, slot))
         if call.ring is not None:
-            starts_ref, counts_ref, fold_ref = cursor_refs
-            start, behind = starts_ref[slot], jnp.where(valid, counts_ref[slot], 0)
-            state = _replay(tile, state, history_refs, (layer, slot), start, behind, length, dtype)
-            pl.when(valid & fold_ref[b])(lambda: store_state(tile, state_ref, (layer, slot), state))
+            history = History(reads.order, slot, reads.starts[slot], jnp.where(valid, reads.counts[slot], 0))
+            state = _replay(tile, state, buffers.kept, layer, history, dtype)
+            pl.when(valid & reads.fold[b])(lambda: store_state(tile, state_ref, (layer, slot), state))
 
         def advance(t, state):
-            token = load_token(tile, tokens, (b, t))
+            token = load_token(tile, reads.tokens, (b, t))
             if call.ring is not None:
-                store_token(tile, history_refs, (layer, slot, (start + behind + t) % length), token)
-            before = state if visible is None else _up_to(tile, t, visible_ref, tokens, b, state, dtype)
+                store_token(tile, buffers.kept, (layer, slot, history.entry(history.size + t)), token)
+            tree = reads.visible is not None
+            before = _up_to(tile, t, reads.visible, reads.tokens, b, state, dtype) if tree else state
             after = step(before, token)
             store_output(tile, o_ref, (b, t), output(after, token, call.scale))
             if call.snapshots is not None:
-                store_state(tile, snapshots_ref, (layer, b, t), after)
-            return _rounded(after, dtype) if visible is None else state
+                store_state(tile, buffers.snapshots, (layer, b, t), after)
+            return state if tree else _rounded(after, dtype)
 
         state = lax.fori_loop(0, count, advance, state)
         if call.advance:
@@ -84,75 +76,35 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         nothing = jnp.zeros(rows, jnp.float32)
         lax.fori_loop(count, T, lambda t, _: store_output(tile, o_ref, (b, t), nothing), None)
 
-    inputs = call.tokens, visible, call.slots, call.num_tokens, cursors, None if writes_state else call.state
-    buffers = call.state if writes_state else None, call.snapshots, history
-    check_offsets("gated_delta_update", jax.tree.leaves((inputs, buffers)))
-    o, (state, snapshots, history) = launch(
-        gated_delta_update_kernel,
-        (pl.cdiv(V, rows), Hv, call.slots.size),
-        inputs,
-        jax.ShapeDtypeStruct(call.tokens.v.shape, call.tokens.v.dtype),
-        buffers,
-        num_warps=NUM_WARPS,
-        interpret=interpret,
-    )
-    ring = None
-    if call.ring is not None:
-        ring = call.ring._replace(inputs={name: getattr(history, name) for name in call.ring.inputs})
-    return DeltaUpdate(o, state if writes_state else call.state, snapshots, ring)
+    visible = None if call.parents is None else ancestor_mask(call.parents)
+    launched: dict[str, Any] = {"rows": rows, "num_warps": NUM_WARPS, "interpret": interpret}
+    return launch_update(gated_delta_update_kernel, call, visible, **launched)
 
 
 def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
     """The pool with the states after the first inputs of each row's ring, with `update`'s bits."""
-    (_, S, Hv, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
-    history, length = Tokens(**call.ring.inputs), call.ring.length
+    (_, S, _, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
+    Hk = call.ring.inputs["k"].shape[3]
 
-    def gated_delta_fold_kernel(inputs, _, state_ref):
-        history_refs, starts_ref, slots_ref, to_slots_ref, num_tokens_ref = inputs
-        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, history.k.shape[3])
-        (slot, valid), (to_slot, has_target) = _slot(slots_ref, b, S), _slot(to_slots_ref, b, S)
-        count = jnp.where(valid & has_target, jnp.clip(num_tokens_ref[b], 0, length), 0)
-        state = load_state(tile, state_ref, (layer, slot))
-        state = _replay(tile, state, history_refs, (layer, slot), starts_ref[slot], count, length, dtype)
-        pl.when(valid & has_target)(lambda: store_state(tile, state_ref, (layer, to_slot), state))
+    def gated_delta_fold_kernel(reads, _, buffers):
+        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
+        (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
+        count = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, call.ring.length), 0)
+        state = load_state(tile, buffers.state, (layer, slot))
+        state = _replay(tile, state, reads.kept, layer, History(reads.order, slot, reads.starts[slot], count), dtype)
+        pl.when(valid & has_target)(lambda: store_state(tile, buffers.state, (layer, to_slot), state))
 
-    inputs = history, call.ring.starts, call.slots, call.to_slots, call.num_tokens
-    check_offsets("gated_delta_update", jax.tree.leaves((inputs, call.state)))
-    _, state = launch(
-        gated_delta_fold_kernel,
-        (pl.cdiv(V, block_rows(V, dtype)), Hv, call.slots.size),
-        inputs,
-        None,
-        call.state,
-        num_warps=NUM_WARPS,
-        interpret=interpret,
-    )
-    return state
+    launched: dict[str, Any] = {"rows": block_rows(V, dtype), "num_warps": NUM_WARPS, "interpret": interpret}
+    return launch_fold(gated_delta_fold_kernel, call, **launched)
 
 
-def _slot(slots_ref: Any, b: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
-    """A row's slot, 0 where it is out of range, and whether it is not."""
-    slot = slots_ref[b]
-    valid = inside(slot, num_slots)
-    return jnp.where(valid, slot, 0), valid
-
-
-def _replay(
-    tile: Tile,
-    state: jax.Array,
-    refs: Tokens,
-    at: tuple,
-    start: jax.Array,
-    count: jax.Array,
-    length: int,
-    dtype: Any,
-) -> jax.Array:
-    """The tile after `count` inputs of a ring of `length`, rounded as the pool would hold it."""
+def _replay(tile: Tile, state: jax.Array, refs: Tokens, layer: Any, history: History, dtype: Any) -> jax.Array:
+    """The tile after the history, of which the ring's refs hold the inputs, rounded as the pool would hold it."""
 
     def replay(i, state):
-        return _rounded(step(state, load_token(tile, refs, (*at, (start + i) % length))), dtype)
+        return _rounded(step(state, load_token(tile, refs, (layer, history.slot, history.entry(i)))), dtype)
 
-    return lax.fori_loop(0, count, replay, state)
+    return lax.fori_loop(0, history.size, replay, state)
 
 
 def _up_to(

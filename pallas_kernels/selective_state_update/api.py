@@ -49,7 +49,8 @@ def selective_state_update(
     - with `disable_state_update` nothing;
     - with `ring` and `fold`, the T inputs behind each row's history. The outputs then start from the state after the
       history, and rows with `fold` write that state to the pool; afterwards their history is empty, and the caller,
-      who has run all layers, moves `starts` by `counts` and counts accepted tokens.
+      who has run all layers, moves `starts` by `counts` and counts accepted tokens (`ring.extend`; after a tree,
+      `ring.accept_path` before it).
 
     All arithmetic is float32. In the step form a state is rounded to the pool's dtype after every token, and decode,
     snapshots and replay agree to the bit; the chunked form rounds only what it stores. A token with dt = 0 leaves the
@@ -69,7 +70,8 @@ def selective_state_update(
         slots: `[B]` int32, the slot of each row.
         snapshots: `[L, B, T, H, P, N]` in the pool's dtype; donate it.
         ring: inputs x `[L, S, Q, H, P]` in x's dtype, dt `[L, S, Q, H]` float32 and B `[L, S, Q, G, N]` in B's dtype,
-            with Q >= 2 T; a row's count and T together must not pass Q (see `ring.must_fold`). Donate it.
+            with Q >= 2 T; a row's count and T together must not pass Q (see `ring.must_fold`), and a slot's order is
+            a permutation (see `Ring.empty`). Donate it.
         fold: `[B]` bool, the rows that write the state after their history; required with ring.
         disable_state_update: leave nothing behind.
         parents: `[B, T]` int32, each node's parent, which comes before it; -1 at a root. None for a chain. A tree has

@@ -24,7 +24,7 @@ class StateUpdate(NamedTuple):
         y: `[B, T, H, P]` outputs, in x's dtype.
         state: `[L, S, H, P, N]`.
         snapshots: `[L, B, T, H, P, N]`.
-        ring: with the pass's inputs behind each row's history; starts and counts as they were.
+        ring: with the pass's inputs behind each row's history; starts, counts and order as they were.
     """
 
     y: jax.Array
@@ -86,13 +86,13 @@ def check_ring(op: str, state: jax.Array, ring: Ring) -> None:
     if not isinstance(ring.inputs, dict) or set(ring.inputs) != {"x", "dt", "B"}:
         raise ValueError(f"{op}: ring.inputs is {jax.tree.structure(ring.inputs)}, expected a dict of x, dt and B")
     x, dt, B = ring.inputs["x"], ring.inputs["dt"], ring.inputs["B"]
-    check_shape(op, "ring.inputs['x']", x, (L, S, "Q", H, P))
+    check_shape(op, "ring.order", ring.order, (S, "Q"))
+    check_shape(op, "ring.inputs['x']", x, (L, S, ring.length, H, P))
     check_shape(op, "ring.inputs['dt']", dt, (L, S, ring.length, H))
     check_shape(op, "ring.inputs['B']", B, (L, S, ring.length, "G", N))
     check_dtype(op, "ring.inputs['dt']", dt, jnp.float32)
-    for name, cursor in (("ring.starts", ring.starts), ("ring.counts", ring.counts)):
-        check_shape(op, name, cursor, (S,))
-        check_dtype(op, name, cursor, jnp.int32)
+    check_row_values(op, S, **{"ring.starts": ring.starts, "ring.counts": ring.counts})
+    check_dtype(op, "ring.order", ring.order, jnp.int32)
 
 
 def check_kept(op: str, ring: Ring, inputs: SSMInputs) -> None:

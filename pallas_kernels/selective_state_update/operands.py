@@ -25,7 +25,7 @@ class Reads(NamedTuple):
         A, D: `[H]`.
         inputs: the window's `SSMInputs`.
         state, ring: the pool and the ring's inputs, where the pass does not write them.
-        starts, counts: `[S]`, the ring's.
+        starts, counts, order: `[S]` and `[S, Q]`, the ring's.
         fold: `[B]`.
         num_tokens, to_slots: `[B]`, of a fold without a window; num_tokens None is the counts.
         visible: `[B, T, T]` int32, of a tree: whether a node (axis 2) is on the path to another (axis 1).
@@ -40,6 +40,7 @@ class Reads(NamedTuple):
     ring: Any = None
     starts: Any = None
     counts: Any = None
+    order: Any = None
     fold: Any = None
     num_tokens: Any = None
     to_slots: Any = None
@@ -100,7 +101,7 @@ def launch_update(
     buffers = Buffers(state if in_place else None, snapshots, None if ring is None else ring.inputs)
     reads = Reads(_array(layer), slots, A, D, inputs, state=None if in_place else state, fold=fold, visible=visible)
     if ring is not None:
-        reads = reads._replace(starts=ring.starts, counts=ring.counts)
+        reads = reads._replace(starts=ring.starts, counts=ring.counts, order=ring.order)
     x = inputs.x
     y, written = _launch(kernel, blocks, reads, jax.ShapeDtypeStruct(x.shape, x.dtype), buffers, state, interpret)
     return StateUpdate(
@@ -125,7 +126,7 @@ def launch_fold(
     interpret: bool,
 ) -> jax.Array:
     """Runs `kernel(reads, None, buffers)` on histories alone; arguments as the reference's."""
-    reads = Reads(_array(layer), slots, A, ring=ring.inputs, starts=ring.starts, counts=ring.counts)
+    reads = Reads(_array(layer), slots, A, ring=ring.inputs, starts=ring.starts, counts=ring.counts, order=ring.order)
     reads = reads._replace(num_tokens=num_tokens, to_slots=to_slots)
     return _launch(kernel, blocks, reads, None, Buffers(state), state, interpret)[1].state
 

@@ -80,4 +80,5 @@ def ring(shape: SSMShape, slots: int, length: int) -> Ring:
         "B": jax.ShapeDtypeStruct((*entries, shape.groups, shape.state), shape.dtype),
     }
     cursor: Any = jax.ShapeDtypeStruct((slots,), jnp.int32)
-    return Ring(inputs, cursor, cursor)
+    order: Any = jax.ShapeDtypeStruct((slots, length), jnp.int32)
+    return Ring(inputs, cursor, cursor, order)

@@ -9,19 +9,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
+from pallas_kernels.history import History
 from pallas_kernels.selective_state_update.operands import Blocks, Reads
-
-
-class History(NamedTuple):
-    """Where a row's history lies in its ring: `size` of its `length` entries, from `start` on."""
-
-    start: jax.Array
-    size: jax.Array
-    length: int
-
-    def entry(self, i: jax.Array) -> jax.Array:
-        """The ring entry of input i behind the checkpoint."""
-        return lax.rem(self.start + i, jnp.int32(self.length))
 
 
 class Tile(NamedTuple):
@@ -75,10 +64,11 @@ class Tile(NamedTuple):
         """The tile a number of its widths further along N."""
         return self._replace(n=part * self.n.size + self.n)
 
-    def history(self, reads: Reads, length: int) -> History:
+    def history(self, reads: Reads) -> History:
         """The row's history; empty where the row has no slot."""
         count = reads.counts[self.slot] if reads.num_tokens is None else reads.num_tokens[self.row]
-        return History(reads.starts[self.slot], jnp.where(self.exists, jnp.clip(count, 0, length), 0), length)
+        size = jnp.where(self.exists, jnp.clip(count, 0, reads.order.shape[1]), 0)
+        return History(reads.order, self.slot, reads.starts[self.slot], size)
 
     def load_state(self, pool_ref: Any) -> jax.Array:
         """The tile's state in float32, zeros where the row has no slot."""

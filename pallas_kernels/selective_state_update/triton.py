@@ -10,8 +10,9 @@ folded before. Precision: float32; the state is rounded to its storage dtype aft
 every product before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
 
 All programs of a row share the ring's dt and B, and no program waits for another. That is safe because the entries that
-a pass writes lie behind the history, so that none of its programs reads them (`ring.must_fold` keeps room), and each is
-written by one program: dt by its head's first, B by its group's first.
+a pass writes come behind the history in the ring's order, a permutation that no kernel changes, so that none of its
+programs reads them (`ring.must_fold` keeps room), and each is written by one program: dt by its head's first, B by its
+group's first.
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +24,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
+from pallas_kernels.history import History
 from pallas_kernels.ring import Ring
 from pallas_kernels.selective_state_update.arguments import StateUpdate
 from pallas_kernels.selective_state_update.operands import Blocks, Reads, launch_fold, launch_update, path_mask
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
-from pallas_kernels.selective_state_update.tile import History, Tile, load
+from pallas_kernels.selective_state_update.tile import Tile, load
 
 
 class Token(NamedTuple):
@@ -58,7 +60,7 @@ def update(
         h = tile.load_state(reads.state if buffers.state is None else buffers.state)
         history = None
         if buffers.ring is not None:
-            history = tile.history(reads, buffers.ring["x"].shape[2])
+            history = tile.history(reads)
             h = _replay(tile, history, buffers.ring, A, h, state.dtype)
             tile.store_state(buffers.state, tile.slot, h, where=tile.exists & reads.fold[tile.row])
 
@@ -98,7 +100,7 @@ def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> 
 
     def fold_history_kernel(reads, _, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, ring.inputs["B"].shape[3])
-        history = tile.history(reads, ring.length)
+        history = tile.history(reads)
         h = _replay(tile, history, reads.ring, reads.A[tile.head], tile.load_state(buffers.state), state.dtype)
         to_slot = reads.to_slots[tile.row]
         tile.store_state(buffers.state, to_slot, h, where=tile.exists & inside(to_slot, state.shape[1]))

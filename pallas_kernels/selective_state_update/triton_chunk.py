@@ -9,8 +9,6 @@ state is rounded only where it is stored. The decay between two tokens is summed
 one sign, so that nothing cancels.
 """
 
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,17 +16,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.chunked import SIDE, decays, dot, grid, visible_tokens
 from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
+from pallas_kernels.history import History
 from pallas_kernels.ring import Ring
 from pallas_kernels.selective_state_update.arguments import StateUpdate
 from pallas_kernels.selective_state_update.operands import Blocks, launch_fold, launch_update, path_mask
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
-from pallas_kernels.selective_state_update.tile import History, Tile
+from pallas_kernels.selective_state_update.tile import Tile
 
 _COLUMNS = 32  # of N at once, so that the state and its pieces fit into registers
-_PIECES = 3  # bfloat16 numbers that hold the digits of a float32 one
-_SIDE = 16  # the least side of a product, and the tokens of a history taken at once
 
 
 class Tokens(NamedTuple):
@@ -51,7 +49,7 @@ class Tokens(NamedTuple):
         *where, tokens = at
         x_at = refs["x"].at[(*where, tokens[None, :], tile.head, tile.p[:, None])]
         return cls(
-            x=triton.load(x_at, mask=_grid(tile.p_mask, exist), other=0),
+            x=triton.load(x_at, mask=grid(tile.p_mask, exist), other=0),
             dt=triton.load(refs["dt"].at[(*at, tile.head)], mask=exist, other=0),
             at=at,
             exist=exist,
@@ -61,7 +59,7 @@ class Tokens(NamedTuple):
         """The tile's columns of B or C, `[tokens, cols]`."""
         *where, tokens = self.at
         at = ref.at[(*where, tokens[:, None], tile.group, tile.n[None, :])]
-        return triton.load(at, mask=_grid(self.exist, tile.n_mask), other=0)
+        return triton.load(at, mask=grid(self.exist, tile.n_mask), other=0)
 
     @property
     def weighted(self) -> jax.Array:
@@ -82,7 +80,7 @@ def update(
     """A chain or a tree; arguments as the reference's, and `interpret`."""
     _, T, G, _ = inputs.B.shape
     blocks = _blocks(state)
-    padded = max(_SIDE, pl.next_power_of_2(T))
+    padded = max(SIDE, pl.next_power_of_2(T))
 
     def selective_state_update_chunk_kernel(reads, y_ref, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, G)
@@ -91,11 +89,11 @@ def update(
         window = Tokens.of(tile, reads.inputs._asdict(), (tile.row, t), t < T)
         history = None
         if buffers.ring is not None:
-            history = tile.history(reads, buffers.ring["x"].shape[2])
+            history = tile.history(reads)
             # Lanes without a token point past the ring, where no interpreter takes them for tokens of an earlier lap.
             entries = jnp.where(window.exist, history.entry(history.size + t), history.length)
             _keep_x_and_dt(tile, buffers.ring, entries, window)
-        decay, since_start = _decays(_visible(tile, reads.visible, t, T), window.dt * A)
+        decay, since_start = decays(visible_tokens(reads.visible, tile.row, t, T), window.dt * A)
 
         def state_after(step, h, B):
             here = t == step
@@ -112,7 +110,7 @@ def update(
                 h = _replay(columns, history, buffers.ring, A, h)
                 columns.store_state(buffers.state, tile.slot, h, where=tile.exists & reads.fold[tile.row])
                 _keep_B(columns, buffers.ring, entries, window, B)
-            carried, scores = carried + _dot(h, C.T), scores + _dot(B, C.T)
+            carried, scores = carried + dot(h, C.T), scores + dot(B, C.T)
             if buffers.snapshots is not None:  # once C's registers are free
                 lax.fori_loop(
                     0, T, lambda i, _: columns.store_snapshot(buffers.snapshots, i, state_after(i, h, B)), None
@@ -123,9 +121,9 @@ def update(
 
         zeros = jnp.zeros((blocks.rows, padded), jnp.float32), jnp.zeros((padded, padded), jnp.float32)
         carried, scores = lax.fori_loop(0, pl.cdiv(tile.state, blocks.cols), take_columns, zeros)
-        y = since_start[None, :] * carried + _dot(window.weighted, scores * decay) + D * window.x.astype(jnp.float32)
+        y = since_start[None, :] * carried + dot(window.weighted, scores * decay) + D * window.x.astype(jnp.float32)
         at = y_ref.at[tile.row, t[None, :], tile.head, tile.p[:, None]]
-        triton.store(at, y.astype(y_ref.dtype), mask=_grid(tile.p_mask, window.exist))
+        triton.store(at, y.astype(y_ref.dtype), mask=grid(tile.p_mask, window.exist))
 
     return launch_update(
         selective_state_update_chunk_kernel,
@@ -146,7 +144,7 @@ def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> 
 
     def fold_history_chunk_kernel(reads, _, buffers):
         tile = Tile.of_program(reads, blocks, state.shape, ring.inputs["B"].shape[3])
-        history, A, to_slot = tile.history(reads, ring.length), reads.A[tile.head], reads.to_slots[tile.row]
+        history, A, to_slot = tile.history(reads), reads.A[tile.head], reads.to_slots[tile.row]
 
         def take_columns(part, _):
             columns = tile.columns(part)
@@ -160,75 +158,26 @@ def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> 
 
 def _blocks(state: jax.Array, numbers: int = 16) -> Blocks:
     _, _, _, P, N = state.shape
-    return Blocks.of(P, N, least=_SIDE, most=_COLUMNS, numbers=numbers)
+    return Blocks.of(P, N, least=SIDE, most=_COLUMNS, numbers=numbers)
 
 
 def _replay(tile: Tile, history: History, ring_refs: Any, A: jax.Array, h: jax.Array) -> jax.Array:
     """The state after the history, in float32."""
-    i = jnp.arange(_SIDE, dtype=jnp.int32)
+    i = jnp.arange(SIDE, dtype=jnp.int32)
 
     def step(chunk, h):
-        behind = chunk * _SIDE + i
+        behind = chunk * SIDE + i
         tokens = Tokens.of(tile, ring_refs, (tile.layer, tile.slot, history.entry(behind)), behind < history.size)
         a = tokens.dt * A
         to_end = jnp.sum(jnp.where(i[:, None] > i[None, :], a[:, None], 0), axis=0)
         return jnp.exp(jnp.sum(a)) * h + _gained(tokens, jnp.exp(to_end), tokens.load(tile, ring_refs["B"]))
 
-    return lax.fori_loop(0, lax.div(history.size + _SIDE - 1, jnp.int32(_SIDE)), step, h)
-
-
-def _visible(tile: Tile, visible_ref: Any, t: jax.Array, T: int) -> jax.Array:
-    """`[tokens, tokens]` float32, 1 where a token (axis 0) is on the path to another (axis 1), itself included."""
-    if visible_ref is None:
-        return (t[:, None] <= t[None, :]).astype(jnp.float32)
-    at = visible_ref.at[tile.row, t[None, :], t[:, None]]
-    return triton.load(at, mask=_grid(t < T, t < T), other=0).astype(jnp.float32)
-
-
-def _decays(visible: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """From each token (axis 0) to each that sees it (axis 1), 0 where none does; and from the start to each token.
-
-    Args:
-        visible: `[tokens, tokens]`, 1 where axis 0 is on the path to axis 1, else 0.
-        a: `[tokens]` dt A.
-    """
-    t = jnp.arange(a.size, dtype=jnp.int32)
-    on_path = visible * a[:, None]
-    below = jnp.where(t[:, None] == t[None, :], 0, visible).astype(jnp.bfloat16)
-    between = _dot(below, on_path)  # of the tokens on the path to axis 1, those that see axis 0 and are not it
-    return visible * jnp.exp(between), jnp.exp(jnp.sum(on_path, axis=0))
+    return lax.fori_loop(0, lax.div(history.size + SIDE - 1, jnp.int32(SIDE)), step, h)
 
 
 def _gained(tokens: Tokens, weights: jax.Array, B: jax.Array) -> jax.Array:
     """`sum_j weights_j dt_j x_j B_j^T`, `[rows, cols]`."""
-    return _dot(weights[None, :] * tokens.weighted, B)
-
-
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """A product on tensor cores with errors of float32's size: in bfloat16 pieces, the smallest products first."""
-    if a.dtype == b.dtype and a.dtype != jnp.float32:
-        return lax.dot(a, b, preferred_element_type=jnp.float32)
-    products = [
-        lax.dot(x, y, preferred_element_type=jnp.float32)
-        for size in reversed(range(_PIECES))
-        for i, x in enumerate(_pieces(a))
-        for j, y in enumerate(_pieces(b))
-        if i + j == size
-    ]
-    return functools.reduce(operator.add, products)
-
-
-def _pieces(values: jax.Array) -> list[jax.Array]:
-    """bfloat16 numbers that add up to the values: their leading digits, then the next ones."""
-    if values.dtype == jnp.bfloat16:
-        return [values]
-    pieces, rest = [], values.astype(jnp.float32)
-    for _ in range(_PIECES):
-        # Cut off rather than rounded: a compiler may drop a conversion there and back, which would leave no rest.
-        leading = lax.bitcast_convert_type(lax.bitcast_convert_type(rest, jnp.int32) & -0x10000, jnp.float32)
-        pieces.append(leading.astype(jnp.bfloat16))
-        rest = rest - leading
-    return pieces
+    return dot(weights[None, :] * tokens.weighted, B)
 
 
 def _keep_x_and_dt(tile: Tile, ring_refs: dict[str, Any], entries: jax.Array, tokens: Tokens) -> None:
@@ -237,7 +186,7 @@ def _keep_x_and_dt(tile: Tile, ring_refs: dict[str, Any], entries: jax.Array, to
     @pl.when(tile.exists)
     def _():
         at = ring_refs["x"].at[tile.layer, tile.slot, entries[None, :], tile.head, tile.p[:, None]]
-        triton.store(at, tokens.x, mask=_grid(tile.p_mask, tokens.exist))
+        triton.store(at, tokens.x, mask=grid(tile.p_mask, tokens.exist))
 
     @pl.when(tile.exists & tile.first)
     def _():
@@ -250,10 +199,4 @@ def _keep_B(tile: Tile, ring_refs: dict[str, Any], entries: jax.Array, tokens: T
     @pl.when(tile.exists & tile.leads)
     def _():
         at = ring_refs["B"].at[tile.layer, tile.slot, entries[:, None], tile.group, tile.n[None, :]]
-        triton.store(at, B, mask=_grid(tokens.exist, tile.n_mask))
-
-
-def _grid(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
-    """A mask of both sides; None is all of one."""
-    everywhere = jnp.full((1, 1), True)
-    return (everywhere if rows is None else rows[:, None]) & (everywhere if columns is None else columns[None, :])
+        triton.store(at, B, mask=grid(tokens.exist, tile.n_mask))

@@ -1,4 +1,4 @@
-"""The gated delta rule's kernel at the shapes of published models: what is compiled, and what it must look like."""
+"""The gated delta rule's kernels at the shapes of published models: what is compiled, and what it must look like."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ SLOTS, BATCH, LAYER = 257, 8, 3
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100")
 
 # What a pass leaves behind, the tokens of a window, the ring's length, and whether the window is a tree.
-_PASSES = (
+_STEPS = (
     ("state", 1, 0, False),
     ("snapshots", 4, 0, False),
     ("nothing", 4, 0, False),
@@ -29,18 +29,37 @@ _PASSES = (
     ("snapshots", 8, 0, True),
     ("ring", 16, 64, True),
 )
+_CHUNKS = (
+    ("nothing", 16, 0, False),
+    ("snapshots", 4, 0, False),
+    ("ring", 4, 16, False),
+    ("ring", 16, 64, False),
+    ("snapshots", 8, 0, True),
+    ("ring", 8, 32, True),
+    ("ring", 16, 64, True),
+)
+_HALVED = (
+    *(("step", *given) for given in _STEPS[:2] + _STEPS[4:5]),
+    *(("chunk", *given) for given in (_CHUNKS[1], _CHUNKS[2], _CHUNKS[6])),
+)
 _DONATED = {"state": ("state",), "snapshots": ("state", "snapshots"), "ring": ("state", "ring"), "nothing": ("state",)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One function to compile; accesses: how many 128-bit loads and stores the state's tile takes at least."""
+    """One function to compile.
+
+    Attributes:
+        accesses: how many 128-bit loads and stores the state's tile takes at least.
+        matrix: whether tensor cores must be used; elsewhere no product may be fused with a sum.
+    """
 
     name: str
     function: Callable
     arguments: dict[str, Any]
     donate: tuple[str, ...]
     accesses: tuple[int, int]
+    matrix: bool
     implementation: str = "triton"
 
 
@@ -49,17 +68,19 @@ def cases(target: str) -> Iterator[Case]:
     if target not in TARGETS:
         return
     for model, shape in shapes_for(target, shapes.SHAPES).items():
-        for keep, tokens, length, tree in _PASSES:
-            yield _update_case(model, shape, keep, tokens, length, tree)
-        yield _fold_case(model, shape)
+        for form, passes in (("step", _STEPS), ("chunk", _CHUNKS)):
+            for keep, tokens, length, tree in passes:
+                yield _update_case(model, shape, form, keep, tokens, length, tree)
+            yield _fold_case(model, shape, form)
     halved = dataclasses.replace(shapes.QWEN3_NEXT, state_dtype=jnp.bfloat16)
-    for keep, tokens, length, tree in _PASSES[:2] + _PASSES[4:5]:
-        yield _update_case("qwen3-next bf16", halved, keep, tokens, length, tree)
+    for form, keep, tokens, length, tree in _HALVED:
+        yield _update_case("qwen3-next bf16", halved, form, keep, tokens, length, tree)
 
 
 def expected(target: str) -> int:
     """How many cases a target has."""
-    return len(shapes_for(target, shapes.SHAPES)) * (len(_PASSES) + 1) + 3 if target in TARGETS else 0
+    of_model = len(_STEPS) + len(_CHUNKS) + 2
+    return len(shapes_for(target, shapes.SHAPES)) * of_model + len(_HALVED) if target in TARGETS else 0
 
 
 def broken_promises(case: Case, program: Program) -> list[str]:
@@ -93,31 +114,38 @@ def _check_kernel(case: Case, kernel: Kernel, expect: Callable[[bool, str], None
     loads, stores = case.accesses
     expect(kernel.loads[128] >= loads, f"loads {dict(kernel.loads)}, of 128 bits at least {loads}")
     expect(kernel.stores[128] >= stores, f"stores {dict(kernel.stores)}, of 128 bits at least {stores}")
-    # An exponential has its own fused products, a few for each number of a decay; those of the state would come with
-    # its sums, which round to the nearest as everything else does.
-    exponentials = len(re.findall(r"\bex2\.approx", kernel.ptx))
-    fused = len(re.findall(r"\bfma\.rn\.f32", kernel.ptx))
-    expect(exponentials > 0 and fused <= 3 * exponentials, f"{fused} fused products, {exponentials} exponentials")
+    tensor = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", kernel.ptx))
+    expect((tensor > 0) == case.matrix, f"{tensor} tensor core instructions")
+    if not case.matrix:
+        # An exponential has its own fused products, a few for each number of a decay; those of the state would come
+        # with its sums, which round to the nearest as everything else does.
+        exponentials = len(re.findall(r"\bex2\.approx", kernel.ptx))
+        fused = len(re.findall(r"\bfma\.rn\.f32", kernel.ptx))
+        expect(exponentials > 0 and fused <= 3 * exponentials, f"{fused} fused products, {exponentials} exponentials")
 
 
-def _update_case(model: str, shape: Any, keep: str, tokens: int, length: int, tree: bool) -> Case:
+def _update_case(model: str, shape: Any, form: str, keep: str, tokens: int, length: int, tree: bool) -> Case:
     function = functools.partial(
-        gated_delta_update, layer=LAYER, disable_state_update=keep == "nothing", implementation="triton"
+        gated_delta_update, layer=LAYER, form=form, disable_state_update=keep == "nothing", implementation="triton"
     )
     arguments = shapes.arguments(shape, SLOTS, BATCH, tokens, keep=keep, tree=tree, length=length)
-    name = f"delta {model} {keep} T={tokens}{' tree' if tree else ''}"
-    accesses = _accesses(shape)
-    return Case(name, function, arguments, _DONATED[keep], (accesses, 0 if keep == "nothing" else accesses))
+    name = f"delta {model} {form} {keep} T={tokens}{' tree' if tree else ''}"
+    accesses = _accesses(shape, form)
+    wide = accesses, 0 if keep == "nothing" else accesses
+    return Case(name, function, arguments, _DONATED[keep], wide, matrix=form == "chunk")
 
 
-def _fold_case(model: str, shape: Any) -> Case:
+def _fold_case(model: str, shape: Any, form: str) -> Case:
     given = shapes.arguments(shape, SLOTS, BATCH, 1, keep="ring", length=32)
     rows = given["slots"]
     arguments = {name: given[name] for name in ("state", "ring", "slots")} | {"num_tokens": rows, "to_slots": rows}
-    function = functools.partial(fold_history, layer=LAYER, implementation="triton")
-    return Case(f"delta fold {model}", function, arguments, ("state",), (_accesses(shape), _accesses(shape)))
+    function = functools.partial(fold_history, layer=LAYER, form=form, implementation="triton")
+    accesses = _accesses(shape, form), _accesses(shape, form)
+    return Case(f"delta fold {model} {form}", function, arguments, ("state",), accesses, matrix=form == "chunk")
 
 
-def _accesses(shape: Any) -> int:
-    """128-bit accesses of a thread for its share of the state: 32 numbers of 32 bits, 16 of 16."""
-    return 8 if jnp.dtype(shape.state_dtype).itemsize == 4 else 2
+def _accesses(shape: Any, form: str) -> int:
+    """128-bit accesses of a thread for its share of the state: 32 numbers, 16 of 16 bits in the step form."""
+    if jnp.dtype(shape.state_dtype).itemsize == 4:
+        return 8
+    return {"step": 2, "chunk": 4}[form]

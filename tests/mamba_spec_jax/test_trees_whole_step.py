@@ -41,8 +41,8 @@ def step(model, params, draft, cache, node):
 
 
 def _poisoned(leaf):
-    """NaNs; and cursors of a ring without history."""
-    return np.zeros(leaf.shape, leaf.dtype) if leaf.dtype == np.int32 else np.full(leaf.shape, np.nan, leaf.dtype)
+    """NaNs; and a ring without history as it is."""
+    return np.array(leaf) if leaf.dtype == np.int32 else np.full(leaf.shape, np.nan, leaf.dtype)
 
 
 @functools.cache

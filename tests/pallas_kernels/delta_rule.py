@@ -59,14 +59,20 @@ def random_pass(rng, dtype, per_channel, start=True):
 
 
 def random_ring(rng, given: Pass, counts, starts):
-    """A ring whose slots hold `counts` inputs from `starts` on, and NaN elsewhere."""
+    """A ring whose slots hold `counts` inputs from `starts` on, in an order of their own, and NaN elsewhere."""
     history = random_inputs(rng, S, Q, given.inputs["k"].dtype, given.inputs["g"].ndim == 4)
-    held = (np.arange(Q) - starts[:, None]) % Q < counts[:, None]
+    order = random_order(rng)
+    held = (np.argsort(order, axis=1) - starts[:, None]) % Q < counts[:, None]
     inputs = {}
     for name in KEPT:
         inputs[name] = np.full((L, *history[name].shape), np.nan, history[name].dtype)
         inputs[name][LAYER][held] = history[name][held]
-    return Ring(inputs, starts, counts)
+    return Ring(inputs, starts, counts, order)
+
+
+def random_order(rng):
+    """A permutation for each slot."""
+    return rng.permuted(np.tile(np.arange(Q, dtype=np.int32), (S, 1)), axis=1)
 
 
 def chain(nodes):

@@ -59,7 +59,8 @@ def scene(dims: Dims, state_dtype: str, dtype: str, seed: int = 0) -> Scene:
     dt[np.arange(T) >= REAL[:, None]] = 0
     starts, counts = np.array([2, 0, Q - 1, 0, Q - 2, 0], np.int32), np.array([2, 0, 0, 0, Q - T, 0], np.int32)
     kept = {"x": draw(2, S, Q, H, P), "dt": steps(2, S, Q, H), "B": draw(2, S, Q, G, N)}
-    place = (np.arange(Q) - starts[:, None]) % Q
+    order = rng.permuted(np.tile(np.arange(Q, dtype=np.int32), (S, 1)), axis=1)
+    place = (np.argsort(order, axis=1) - starts[:, None]) % Q
     in_history = np.broadcast_to(place < counts[:, None], (2, S, Q)) & (np.arange(2) == LAYER)[:, None, None]
     for leaf in kept.values():
         leaf[~in_history] = np.nan
@@ -69,7 +70,7 @@ def scene(dims: Dims, state_dtype: str, dtype: str, seed: int = 0) -> Scene:
         A=-rng.uniform(0.1, 2, H).astype(np.float32),
         D=rng.normal(size=H).astype(np.float32),
         snapshots=np.full((2, B, T, H, P, N), np.nan).astype(state.dtype if state_dtype == "float64" else state_dtype),
-        ring=Ring(kept, starts, counts),
+        ring=Ring(kept, starts, counts, order),
     )
 
 
@@ -96,7 +97,7 @@ def histories(scene: Scene, form: str, counts=None) -> np.ndarray:
             continue
         h = np.asarray(scene.state[LAYER, slot], np.float64)
         for i in range(scene.ring.counts[slot] if counts is None else counts[len(states)]):
-            at = LAYER, slot, (scene.ring.starts[slot] + i) % Q
+            at = LAYER, slot, scene.ring.order[slot, (scene.ring.starts[slot] + i) % Q]
             x, dt, B = (scene.ring.inputs[name][at] for name in ("x", "dt", "B"))
             h, _ = advance(h, (x, dt, B, B), scene.A, form, scene.state.dtype)
         states.append(h)

@@ -59,8 +59,12 @@ REFUSED = {
         "ring", ring=ring_with()._replace(counts=struct(3, dtype=jnp.int32))
     ),
     "ring.inputs is PyTreeDef(*), expected a dict of k, v, g, beta": arguments(
-        "ring", ring=Ring(*[struct(2, 7, 9, dtype=jnp.int32)] * 3)
+        "ring", ring=Ring(*[struct(2, 7, 9, dtype=jnp.int32)] * 4)
     ),
+    "ring.order has shape [9], expected [7, Q]": arguments(
+        "ring", ring=ring_with()._replace(order=struct(9, dtype=jnp.int32))
+    ),
+    "ring.order is float32, expected int32": arguments("ring", ring=ring_with()._replace(order=struct(7, 9))),
     "a tree has no last state to write; pass snapshots, ring": arguments(parents=struct(3, 4, dtype=jnp.int32)),
     "parents is float32, expected int32": arguments("snapshots", parents=struct(3, 4)),
 }

@@ -30,7 +30,12 @@ STEPS = [
     for tree in (False, True)
     for kind in ("float32", "bfloat16-per-channel", "float16")
 ]
-CHUNKS = [("xla", "chunk", False, "float32"), ("xla", "chunk", True, "float32-per-channel")]
+CHUNKS = [
+    ("xla", "chunk", False, "float32"),
+    ("xla", "chunk", True, "float32-per-channel"),
+    ("triton", "chunk", False, "float32"),
+    ("triton", "chunk", True, "float32-per-channel"),
+]
 SOME = [
     ("xla", "step", False, "float32"),
     ("xla", "step", True, "bfloat16-per-channel"),
@@ -142,7 +147,7 @@ def test_a_ring_is_replayed_extended_and_folded(run, form, tree, kind):
     kept = jax.tree.map(np.copy, ring.inputs)
     for b, slot, n in given.rows():
         # Behind a row's tokens there may be anything up to the window's end, and the rest stays.
-        behind = (STARTS[slot] + COUNTS[slot] + np.arange(T)) % Q
+        behind = ring.order[slot, (STARTS[slot] + COUNTS[slot] + np.arange(T)) % Q]
         for name in KEPT:
             kept[name][LAYER, slot, behind[:n]] = given.inputs[name][b, :n]
             kept[name][LAYER, slot, behind[n:]] = result.ring.inputs[name][LAYER, slot, behind[n:]]
@@ -153,7 +158,7 @@ def after_history(given, ring, counts, form):
     """The state of each slot after the first `counts` inputs of its ring."""
     starts = given.state[LAYER].astype(np.float64)
     for _, slot, _ in given.rows():
-        at = (STARTS[slot] + np.arange(counts[slot])) % Q
+        at = ring.order[slot, (STARTS[slot] + np.arange(counts[slot])) % Q]
         history = {name: ring.inputs[name][LAYER, slot, at] for name in KEPT}
         states = delta_rule.along(
             starts[slot], history | {"q": history["k"]}, chain(counts[slot]), 1, given.state.dtype
@@ -170,7 +175,7 @@ def test_without_a_state_update_the_pool_stays(run):
     same_bits(result.state, given.state)
 
 
-@pytest.mark.parametrize(("run", "form"), [("xla", "step"), ("xla", "chunk"), ("triton", "step")])
+@pytest.mark.parametrize(("run", "form"), [("xla", "step"), ("xla", "chunk"), ("triton", "step"), ("triton", "chunk")])
 def test_a_history_folds_into_another_slot(run, form):
     rng = np.random.default_rng(5)
     given = delta_rule.random_pass(rng, np.float32, False)
@@ -191,9 +196,3 @@ def test_a_history_folds_into_another_slot(run, form):
         close(folded[LAYER, target], starts[slot])
         left[LAYER, target] = folded[LAYER, target]
     same_bits(folded, left)
-
-
-def test_what_the_kernel_has_not_is_refused_by_name():
-    given = delta_rule.random_pass(np.random.default_rng(6), np.float32, False)
-    with pytest.raises(NotImplementedError, match="'triton' has form='step' alone; pass implementation=None"):
-        run_pass(given, "triton", "chunk", tree=False)

@@ -16,7 +16,8 @@ def struct(*shape, dtype="float32"):
 
 def rings(length=Q, **changed):
     inputs = {"x": struct(L, S, length, H, P), "dt": struct(L, S, length, H), "B": struct(L, S, length, G, N)}
-    return Ring(inputs | changed, struct(S, dtype="int32"), struct(S, dtype="int32"))
+    cursor = struct(S, dtype="int32")
+    return Ring(inputs | changed, cursor, cursor, struct(S, length, dtype="int32"))
 
 
 def trace(function, **changed):
@@ -60,6 +61,8 @@ OF_THE_UPDATE = [
     ({"ring": rings(), "fold": struct(B, dtype="int32")}, "fold is int32, expected bool"),
     ({"ring": rings(2 * T - 1), "fold": FOLD}, r"the ring holds Q = 7 inputs, expected 2 T = 8 or more"),
     ({"ring": rings(C=struct(L, S)), "fold": FOLD}, "expected a dict of x, dt and B"),
+    ({"ring": rings()._replace(order=struct(S)), "fold": FOLD}, r"ring.order has shape \[5\], expected \[5, Q\]"),
+    ({"ring": rings()._replace(order=struct(S, Q)), "fold": FOLD}, "ring.order is float32, expected int32"),
     ({"ring": rings(x=struct(L, S, Q, H, P, dtype="bfloat16")), "fold": FOLD}, "'x'.* is bfloat16, expected float32"),
     ({"ring": rings(B=struct(L, S, Q, 1, N)), "fold": FOLD}, r"'B'.* has shape \[2, 5, 8, 1, 5\]"),
     ({"ring": rings(), "fold": FOLD, "snapshots": SNAPSHOTS}, "snapshots and ring are given"),
@@ -93,7 +96,7 @@ def test_a_named_kernel_does_not_fall_back():
     [
         ({"num_tokens": struct(B, dtype="float32")}, "num_tokens is float32, expected int32"),
         ({"to_slots": struct(B - 1, dtype="int32")}, r"to_slots has shape \[2\], expected \[3\]"),
-        ({"ring": Ring({"x": struct(L, S, Q, H, P)}, None, None)}, "expected a dict of x, dt and B"),
+        ({"ring": Ring({"x": struct(L, S, Q, H, P)}, None, None, None)}, "expected a dict of x, dt and B"),
     ],
 )
 def test_a_fold_refuses(changed, message):

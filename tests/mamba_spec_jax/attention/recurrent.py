@@ -123,8 +123,8 @@ def poisoned_cache(backend: HybridLinearAttnBackend, slots: int = SLOTS) -> Hybr
     cache = HybridCache.create(backend.pool_spec, slots, max_len=64)
 
     def poison(array):
-        if array.dtype == jnp.int32:  # what the last owners of the slots left in the ring
-            return jnp.full_like(array, 3)
+        if array.dtype == jnp.int32:  # what the last owners of the slots left in the ring: cursors, and an order
+            return jnp.full_like(array, 3) if array.ndim == 1 else jnp.roll(array, 5, axis=1)[:, ::-1]
         pattern = POISON[str(array.dtype)]
         return jnp.asarray(np.full(array.shape, pattern, BITS[array.dtype.itemsize]).view(array.dtype))
 

@@ -64,7 +64,7 @@ def test_plan_is_what_the_model_allocates(config, strategy, policy):
         "SSM pool": tree_bytes(cache.mamba.ssm),
         "convolution pool": tree_bytes(cache.mamba.conv),
         "keys and values": tree_bytes(cache.kv),
-        "replay ring": 0 if cache.mamba.ring is None else tree_bytes(cache.mamba.ring.inputs),
+        "replay ring": 0 if cache.mamba.ring is None else tree_bytes((cache.mamba.ring.inputs, cache.mamba.ring.order)),
         "verify: a state per token": 0 if cache.mamba.ring else tree_bytes(output.record.recurrent),
         "verify: convolution inputs": tree_bytes(output.record.conv_inputs),
         "verify: logits": tree_bytes(output.logits),
