@@ -59,7 +59,14 @@ def autoregressive_loss(
 
 
 def block_loss(
-    module: Any, hidden: list[Array], block: Array, mask: Array, known: Array, starts: Array, wanted: Array, output: Array
+    module: Any,
+    hidden: list[Array],
+    block: Array,
+    mask: Array,
+    known: Array,
+    starts: Array,
+    wanted: Array,
+    output: Array,
 ) -> Array:
     """Loss of a head that fills the masked rest of a block at once.
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import optax.contrib
 from flax import nnx
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -56,7 +56,7 @@ KINDS = {
         Eagle3, {"target_layers": (0, 2, 3), "intermediate_size": 384, "draft_vocab_size": DRAFT_VOCABULARY}
     ),
     "mtp": Kind(MultiTokenPrediction, {"target_layers": (3,), "intermediate_size": 320, "num_layers": 2}),
-    "dflash": Kind(DFlash, {"target_layers": (0, 1, 2, 3), "intermediate_size": 320, "num_layers": 2}),
+    "dflash": Kind(DFlash, {"target_layers": (0, 1, 2, 3), "intermediate_size": 320, "num_layers": 4}),
 }
 
 
@@ -126,7 +126,7 @@ def make_step(graphdef: Any, rest: Any, loss_fn, optimizer: optax.GradientTransf
 
         value, gradients = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(gradients, state, params)
-        return jax.tree.map(lambda p, u: p - rate * u, params, updates), state, value
+        return jax.tree.map(lambda p, u: p + rate * u, params, updates), state, value
 
     return jax.jit(step, donate_argnums=(0, 1))
 
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=None, help="default: training/runs/KIND")
     parser.add_argument("--export", type=Path, default=None, help="also write the head here at every checkpoint")
     parser.add_argument("--checkpoint-every", type=int, default=100)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     run = options.run or Path("training/runs") / options.kind
@@ -152,7 +152,7 @@ def main() -> None:
     head = create_head(kind, config, target, mix.stream, options.seed)
     own_text = self_text(run / "self_text.npy", mix, SELF_TEXT_ROWS, TOKENS, options.seed)
     graphdef, params, rest = nnx.split(head, nnx.Param, ...)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.98))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.muon(1.0, consistent_rms=0.2, adam_b2=0.98))
     first, state = 0, optimizer.init(params)
     if checkpoint.exists():
         stored, leaves, state = jax.tree.map(jnp.asarray, pickle.loads(checkpoint.read_bytes()))

@@ -21,7 +21,7 @@ LOADED = ms.LoadedModel(TARGET, tiny.random_params(TARGET), None, Path("tiny"))
 def saved(tmp_path):
     def save(kind):
         config = head_config(kind, TARGET)
-        save_head(tmp_path / "head", random_module(kind, config), config, block_size=5, mask_token=3)
+        save_head(tmp_path / "head", random_module(kind, config), config, block_size=5, mask_token=3, passes=2)
         return tmp_path / "head"
 
     return save
@@ -47,7 +47,8 @@ def test_a_head_becomes_its_drafter_and_the_target_returns_what_it_reads(saved, 
 
 def test_a_block_holds_so_many_drafts(saved):
     folder = saved("dflash")
-    assert ms.load_drafter(folder, LOADED, max_drafts=2).drafter.max_drafts == 2
+    drafter = ms.load_drafter(folder, LOADED, max_drafts=2).drafter
+    assert (drafter.max_drafts, drafter.mask_token, drafter.passes) == (2, 3, 2)
     with pytest.raises(ValueError, match="max_drafts is 5, but this DFlash head fills blocks of 4 drafts at most"):
         ms.load_drafter(folder, LOADED, max_drafts=5)
 

@@ -156,11 +156,8 @@ def save_head(
     }
     if architecture == "DFlashDraftModel":
         values["block_size"] = block_size
-        values["dflash_config"] = {
-            "mask_token_id": mask_token,
-            "target_layer_ids": list(config.target_layers),
-            "passes": passes,
-        }
+        dflash = {"mask_token_id": mask_token, "target_layer_ids": list(config.target_layers)}
+        values["dflash_config"] = dflash if passes == 1 else dflash | {"passes": passes}
     else:
         values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.target_layers)}
     if config.draft_vocab_size is not None:

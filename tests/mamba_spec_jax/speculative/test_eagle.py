@@ -169,13 +169,13 @@ def test_drafts_are_those_of_a_forward_pass_without_a_cache(kind):
         assert proposal.tokens[0].tolist() == drafts_without_cache(kind, text)
 
 
-def test_a_block_is_that_of_a_forward_pass_without_a_cache():
-    _, params, module, target = drafting("dflash")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_block_is_that_of_forward_passes_without_a_cache(passes):
+    drafter, params, module, target = drafting("dflash")
     text = PROMPTS[0]
     features = module.features(target_hidden(target, text))[:, : len(text) - 1]
     positions = jnp.arange(len(text) + DRAFTS)[None]
     read, block = positions[:, : len(text) - 1], positions[:, len(text) - 1 :]
-    x = params["embedding"][jnp.asarray([text[-1], *[MASK] * DRAFTS])][None] * TARGET.config.embedding_multiplier
 
     def attend_in(layer):
         key, value = layer.self_attn.key_value(features, read)
@@ -190,13 +190,19 @@ def test_a_block_is_that_of_a_forward_pass_without_a_cache():
         return attend
 
     @jax.jit
-    def fill(x):
+    def fill(tokens):
+        x = params["embedding"][tokens][None] * TARGET.config.embedding_multiplier
         for layer in module.layers:
             x = layer(x, block, attend_in(layer))
-        return module.logits(x[:, 1:], params["output"])
+        return jnp.argmax(module.logits(x[0], params["output"]), axis=-1)
 
-    expected = jnp.argmax(fill(x), axis=-1)
-    assert proposed("dflash", followed("dflash", text), text).tokens.tolist() == expected.tolist()
+    expected, share = np.array([text[-1], *[MASK] * DRAFTS]), DRAFTS // passes
+    for done in range(1, DRAFTS + 1, share):
+        expected[done : done + share] = fill(expected)[done : done + share]
+    several = dataclasses.replace(drafter, passes=passes)
+    rows = padded(text), jnp.asarray([len(text)], jnp.int32)
+    proposal = propose(several, params, followed("dflash", text), *rows)
+    assert proposal.tokens[0].tolist() == expected[1:].tolist()
 
 
 def test_a_tree_of_width_one_is_the_chain():
@@ -274,3 +280,5 @@ def test_what_does_not_fit_is_refused():
         EagleTreeDrafter(drafter.head, 13, depth=2, width=3)
     with pytest.raises(ValueError, match=r"mask_token is 29, expected 0\.\.28"):
         DFlashDrafter(drafting("dflash")[0].head, 4, 29)
+    with pytest.raises(ValueError, match=r"DFlashDrafter\.passes is 0, expected at least 1"):
+        DFlashDrafter(drafting("dflash")[0].head, 4, MASK, 0)
