@@ -81,7 +81,7 @@ def load_drafter(
             raise ValueError(f"{name_or_folder} holds a DFlash head, which drafts chains: leave tree={tree} out")
         if max_drafts is not None and max_drafts > most:
             raise ValueError(f"max_drafts is {max_drafts}, but this DFlash head fills blocks of {most} drafts at most")
-        drafter = DFlashDrafter(found.head, most if max_drafts is None else max_drafts, mask)
+        drafter = DFlashDrafter(found.head, most if max_drafts is None else max_drafts, mask, found.passes)
     elif isinstance(found.head, EagleHead):
         drafter = _run_on(found.head, levels, tree)
     else:

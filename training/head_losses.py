@@ -59,15 +59,23 @@ def autoregressive_loss(
 
 
 def block_loss(
-    module: Any, hidden: list[Array], roots: Array, mask: Array, starts: Array, wanted: Array, output: Array
+    module: Any,
+    hidden: list[Array],
+    block: Array,
+    mask: Array,
+    known: Array,
+    starts: Array,
+    wanted: Array,
+    output: Array,
 ) -> Array:
-    """Loss of a head that fills blocks at once.
+    """Loss of a head that fills the masked rest of a block at once.
 
     Args:
         module: the flax module.
         hidden: the target's hidden states that it reads, `[B, T, D]` each.
-        roots: `[B, A, D]` scaled embedding of the token that each block stands behind.
+        block: `[B, A, K + 1, D]` scaled embeddings of the text from each block's root on.
         mask: `[D]` scaled embedding of the mask.
+        known: `[B, A]` how many tokens behind the root are not masked, fewer than K.
         starts: `[B, A]` position of each root; the head sees the hidden states before it.
         wanted: `[B, A, K, V]` the target's distributions of the tokens behind each root.
         output: `[D, V]` the target's output projection.
@@ -76,15 +84,16 @@ def block_loss(
     B, T, D = features.shape
     A, K = wanted.shape[1:3]
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    block = jnp.concatenate([roots[:, :, None], jnp.broadcast_to(mask, (B, A, K, D))], axis=2)
+    ahead = jnp.arange(K, dtype=jnp.int32) - known[..., None]  # of the first masked token
+    block = jnp.concatenate([block[:, :, :1], jnp.where(ahead[..., None] < 0, block[:, :, 1:], mask)], axis=2)
     at = starts[..., None] + jnp.arange(K + 1, dtype=jnp.int32)
     x = block.reshape(B * A, K + 1, D)
     for layer in module.layers:
         context = layer.self_attn.key_value(features, positions)
         x = layer(x, at.reshape(B * A, K + 1), _BlockAttention(context, starts))
-    losses = cross_entropy(module.logits(x[:, 1:], output), wanted.reshape(B * A, K, -1))
-    weights = STEP_WEIGHT ** jnp.arange(K)
-    return jnp.mean(losses @ weights) / jnp.sum(weights)
+    losses = cross_entropy(module.logits(x[:, 1:], output), wanted.reshape(B * A, K, -1)).reshape(B, A, K)
+    weights = jnp.where(ahead >= 0, STEP_WEIGHT**ahead, 0)
+    return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
 class _DraftAttention:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import optax.contrib
 from flax import nnx
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -37,6 +37,8 @@ from training.train_tiny import learning_rate, save_checkpoint
 ROWS, OWN_ROWS, TOKENS = 4, 2, 256  # of a batch, and those among them that the target wrote
 SELF_TEXT_ROWS = 3072
 BLOCKS, BLOCK_TOKENS = 64, 8
+FURTHER_PASSES = 0.5  # share of the blocks of which something is filled already
+FILLING = {"block_size": BLOCK_TOKENS + 1, "mask_token": DOCUMENT_END_ID, "passes": 2}
 DRAFT_STEPS = 4
 DRAFT_VOCABULARY = 768  # of EAGLE-3's head: the most frequent tokens
 
@@ -54,7 +56,7 @@ KINDS = {
         Eagle3, {"target_layers": (0, 2, 3), "intermediate_size": 384, "draft_vocab_size": DRAFT_VOCABULARY}
     ),
     "mtp": Kind(MultiTokenPrediction, {"target_layers": (3,), "intermediate_size": 320, "num_layers": 2}),
-    "dflash": Kind(DFlash, {"target_layers": (0, 1, 2, 3), "intermediate_size": 320, "num_layers": 2}),
+    "dflash": Kind(DFlash, {"target_layers": (0, 1, 2, 3), "intermediate_size": 320, "num_layers": 4}),
 }
 
 
@@ -100,11 +102,16 @@ def make_loss(config: HeadConfig, target_config: TinyConfig):
         table = target["model.embed_tokens.weight"]
         output, embed = table.T, lambda ids: table[ids] * target_config.embedding_multiplier
         if isinstance(head, DFlash):
-            starts = jax.random.randint(rng, (rows.shape[0], BLOCKS), 8, TOKENS - BLOCK_TOKENS, jnp.int32)
-            behind = starts[..., None] + jnp.arange(BLOCK_TOKENS)
-            wanted = jax.vmap(lambda row, at: row[at])(probs, behind)
-            roots = embed(jnp.take_along_axis(tokens, starts, axis=1))
-            return block_loss(head, hidden, roots, embed(DOCUMENT_END_ID), starts, wanted, output)
+            shape = rows.shape[0], BLOCKS
+            where, whether, how_many = jax.random.split(rng, 3)
+            starts = jax.random.randint(where, shape, 8, TOKENS - BLOCK_TOKENS, jnp.int32)
+            # The first pass over a block knows its root alone, a further one also what those before it filled.
+            known = jax.random.randint(how_many, shape, 1, BLOCK_TOKENS, jnp.int32)
+            known = jnp.where(jax.random.bernoulli(whether, FURTHER_PASSES, shape), known, 0)
+            behind = starts[..., None] + jnp.arange(BLOCK_TOKENS + 1)
+            take = jax.vmap(lambda row, at: row[at])
+            block, wanted = embed(take(tokens, behind)), take(probs, behind[..., :-1])
+            return block_loss(head, hidden, block, embed(DOCUMENT_END_ID), known, starts, wanted, output)
         hidden = [layer[:, :-1] for layer in hidden]
         following, wanted = embed(tokens[:, 1:]), probs[:, 1:]
         return autoregressive_loss(head, config.num_layers, hidden, following, wanted, output, DRAFT_STEPS)
@@ -119,7 +126,7 @@ def make_step(graphdef: Any, rest: Any, loss_fn, optimizer: optax.GradientTransf
 
         value, gradients = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(gradients, state, params)
-        return jax.tree.map(lambda p, u: p - rate * u, params, updates), state, value
+        return jax.tree.map(lambda p, u: p + rate * u, params, updates), state, value
 
     return jax.jit(step, donate_argnums=(0, 1))
 
@@ -131,7 +138,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=None, help="default: training/runs/KIND")
     parser.add_argument("--export", type=Path, default=None, help="also write the head here at every checkpoint")
     parser.add_argument("--checkpoint-every", type=int, default=100)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     run = options.run or Path("training/runs") / options.kind
@@ -145,7 +152,7 @@ def main() -> None:
     head = create_head(kind, config, target, mix.stream, options.seed)
     own_text = self_text(run / "self_text.npy", mix, SELF_TEXT_ROWS, TOKENS, options.seed)
     graphdef, params, rest = nnx.split(head, nnx.Param, ...)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.98))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.muon(1.0, consistent_rms=0.2, adam_b2=0.98))
     first, state = 0, optimizer.init(params)
     if checkpoint.exists():
         stored, leaves, state = jax.tree.map(jnp.asarray, pickle.loads(checkpoint.read_bytes()))
@@ -170,7 +177,7 @@ def main() -> None:
             save_checkpoint(checkpoint, done, jax.tree.leaves(params), jax.tree.leaves(state))
             if options.export:
                 trained = nnx.merge(graphdef, params, rest)
-                save_head(options.export, trained, config, block_size=BLOCK_TOKENS + 1, mask_token=DOCUMENT_END_ID)
+                save_head(options.export, trained, config, **FILLING if kind.module is DFlash else {})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import mamba_spec_jax as ms
@@ -19,7 +21,7 @@ LOADED = ms.LoadedModel(TARGET, tiny.random_params(TARGET), None, Path("tiny"))
 def saved(tmp_path):
     def save(kind):
         config = head_config(kind, TARGET)
-        save_head(tmp_path / "head", random_module(kind, config), config, block_size=5, mask_token=3)
+        save_head(tmp_path / "head", random_module(kind, config), config, block_size=5, mask_token=3, passes=2)
         return tmp_path / "head"
 
     return save
@@ -34,15 +36,19 @@ def test_a_head_becomes_its_drafter_and_the_target_returns_what_it_reads(saved, 
     assert type(found.drafter) is drafter
     assert found.drafter.max_drafts == most
     assert found.target == dataclasses.replace(TARGET, hidden_layers=head_config(kind, TARGET).target_layers)
-    generation = ms.generate(
-        found.target, LOADED.params, [[1, 2, 3]], drafter=found.drafter, drafter_params=found.params, max_new=6
-    )
-    assert generation.tokens == ms.generate(TARGET, LOADED.params, [[1, 2, 3]], depth=0, max_new=6).tokens
+    tokens, rows = jnp.zeros((1, 8), jnp.int32), jnp.ones(1, jnp.int32)
+    choose = ms.TokenChoice(jnp.zeros(1, jnp.uint32), jnp.ones(1), ms.Greedy())
+
+    def draft(params):
+        return found.drafter.propose(params, found.drafter.init(1, 8), tokens, rows, choose, most)
+
+    assert jax.eval_shape(draft, found.params).tokens.shape == (1, most)
 
 
 def test_a_block_holds_so_many_drafts(saved):
     folder = saved("dflash")
-    assert ms.load_drafter(folder, LOADED, max_drafts=2).drafter.max_drafts == 2
+    drafter = ms.load_drafter(folder, LOADED, max_drafts=2).drafter
+    assert (drafter.max_drafts, drafter.mask_token, drafter.passes) == (2, 3, 2)
     with pytest.raises(ValueError, match="max_drafts is 5, but this DFlash head fills blocks of 4 drafts at most"):
         ms.load_drafter(folder, LOADED, max_drafts=5)
 

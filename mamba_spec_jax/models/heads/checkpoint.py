@@ -44,12 +44,14 @@ class LoadedHead:
         params: the head's weights, bound to the target's embedding and output projection.
         block_size: tokens of the block that a DFlash head was trained to fill, its first one included; else None.
         mask_token: what stands for a token to be filled; None for heads that fill none.
+        passes: in how many a DFlash head was trained to fill its block.
     """
 
     head: DraftHead
     params: Any
     block_size: int | None = None
     mask_token: int | None = None
+    passes: int = 1
 
 
 def load_head(
@@ -88,6 +90,7 @@ def load_head(
         head.bind(params, embedding, output),
         block_size=hf.integer("block_size", minimum=2) if module is DFlash else None,
         mask_token=dflash.integer("mask_token_id", minimum=0) if module is DFlash else None,
+        passes=dflash.integer("passes", 1, minimum=1),
     )
 
 
@@ -125,6 +128,7 @@ def save_head(
     *,
     block_size: int | None = None,
     mask_token: int | None = None,
+    passes: int = 1,
 ) -> None:
     """Writes a head as `load_head` reads it: bf16 weights and `config.json`.
 
@@ -132,7 +136,7 @@ def save_head(
         folder: made if it does not exist.
         module: an `Eagle3`, `MultiTokenPrediction` or `DFlash`.
         config: what it is.
-        block_size, mask_token: of a DFlash head.
+        block_size, mask_token, passes: of a DFlash head; published ones know of one pass only.
     """
     architecture = next(name for name, (kind, _) in ARCHITECTURES.items() if isinstance(module, kind))
     values: dict[str, Any] = {
@@ -152,7 +156,8 @@ def save_head(
     }
     if architecture == "DFlashDraftModel":
         values["block_size"] = block_size
-        values["dflash_config"] = {"mask_token_id": mask_token, "target_layer_ids": list(config.target_layers)}
+        dflash = {"mask_token_id": mask_token, "target_layer_ids": list(config.target_layers)}
+        values["dflash_config"] = dflash if passes == 1 else dflash | {"passes": passes}
     else:
         values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.target_layers)}
     if config.draft_vocab_size is not None:

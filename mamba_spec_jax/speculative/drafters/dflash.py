@@ -1,4 +1,4 @@
-"""DFlash: a whole block of drafts in one pass of a block-diffusion head."""
+"""DFlash: a whole block of drafts in one pass, or a few, of a block-diffusion head."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -14,6 +14,9 @@ from mamba_spec_jax.speculative.sampling import TokenChoice
 class DFlashDrafter:
     """Fills the positions behind each row's last token at once, reading the target's hidden states (DFlash, 2026).
 
+    In more passes than one, each fills as many of the positions as every other, from the left, and reads those filled
+    before it; the tokens behind them are masked still, and thought of anew.
+
     The state is the head's cache: keys and values of everything that the target has read, which is the text without
     its last token.
 
@@ -21,16 +24,19 @@ class DFlashDrafter:
         head: the static side of the head.
         max_drafts: K, the most tokens proposed; one less than the block that the head was trained for, or fewer.
         mask_token: the token that stands for a position to be filled.
+        passes: how many; published heads are trained for one.
     """
 
     head: BlockHead
     max_drafts: int
     mask_token: int
+    passes: int = 1
     proposes_trees: ClassVar[bool] = False
 
     def __post_init__(self):
-        if self.max_drafts < 1:
-            raise ValueError(f"DFlashDrafter.max_drafts is {self.max_drafts}, expected at least 1")
+        for name in ("max_drafts", "passes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"DFlashDrafter.{name} is {getattr(self, name)}, expected at least 1")
         if not 0 <= self.mask_token < self.head.config.vocab_size:
             raise ValueError(
                 f"DFlashDrafter.mask_token is {self.mask_token}, expected 0..{self.head.config.vocab_size - 1}"
@@ -53,14 +59,15 @@ class DFlashDrafter:
     ) -> Proposal:
         """Proposes `num_drafts` tokens in every row; arguments as `Drafter.propose`'s."""
         root = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
-        masks = jnp.full((lengths.size, num_drafts), self.mask_token, jnp.int32)
-        hidden, state = self.head.fill(params, jnp.concatenate([root, masks], axis=1), state)
+        block = jnp.pad(root, ((0, 0), (0, num_drafts)), constant_values=self.mask_token)
         positions = lengths[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)
-        return Proposal(
-            tokens=choose(self.head.logits(params, hidden[:, 1:]), positions),
-            lengths=jnp.full(lengths.shape, num_drafts, jnp.int32),
-            state=state,
-        )
+        share = -(-num_drafts // self.passes)
+        for done in range(0, num_drafts, share):
+            hidden, state = self.head.fill(params, block, state)
+            now = slice(done, min(done + share, num_drafts))
+            drafts = choose(self.head.logits(params, hidden[:, 1:][:, now]), positions[:, now])
+            block = block.at[:, 1 + done : 1 + now.stop].set(drafts)
+        return Proposal(block[:, 1:], jnp.full(lengths.shape, num_drafts, jnp.int32), state)
 
     def update(self, params: Any, state: Any, progress: Progress) -> Any:
         """Reads the target's hidden states of what was accepted; the block that was drafted is written over."""

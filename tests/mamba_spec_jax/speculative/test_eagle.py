@@ -18,6 +18,7 @@ from mamba_spec_jax.speculative.protocol import Progress
 from mamba_spec_jax.speculative.sampling import TokenChoice
 from tests.mamba_spec_jax import tiny
 from tests.mamba_spec_jax.heads import KINDS, head_config, random_module
+from tests.mamba_spec_jax.speculative.drafting import quick_prefills, run, texts
 
 TARGET = ms.HybridModel.create(tiny.DENSE)
 PARAMS = tiny.random_params(TARGET)
@@ -43,25 +44,27 @@ def drafting(kind, tree=False):
     return drafter, params, module, dataclasses.replace(TARGET, hidden_layers=drafter.hidden_layers)
 
 
-@functools.cache
-def plain(method):
-    generation = ms.generate(TARGET, PARAMS, PROMPTS, depth=0, max_new=NEW, method=method, temperature=0.8, seeds=5)
-    return generation.tokens
-
-
 EVERY = [*((kind, False) for kind in KINDS), ("eagle3", True)]
+METHOD = ms.Sampling((ms.TopK(9),))
+# The first row is greedy.
+REQUESTS = {"prompts": PROMPTS, "max_new": [NEW] * 3, "temperature": [0, 0.8, 0.8], "seeds": 5}
 
 
-@pytest.mark.parametrize("method", [ms.Greedy(), ms.Sampling((ms.TopK(9),))], ids=["greedy", "sampled"])
+@functools.cache
+def plain():
+    return texts(run(TARGET, PARAMS, ms.NgramDrafter(DRAFTS), None, METHOD, 0, **REQUESTS))
+
+
 @pytest.mark.parametrize(("kind", "tree"), EVERY)
-def test_output_is_that_of_plain_decoding(kind, tree, method):
+def test_output_is_that_of_plain_decoding(kind, tree, monkeypatch):
+    quick_prefills(monkeypatch)
     drafter, params, _, target = drafting(kind, tree)
-    generation = ms.generate(
-        target, PARAMS, PROMPTS, drafter=drafter, drafter_params=params, max_new=NEW, method=method,
-        temperature=0.8, seeds=5,
-    )  # fmt: skip
-    assert generation.tokens == plain(method)
-    assert generation.statistics.drafted.min() > 0
+    if tree or kind == "dflash":
+        replaying = ms.HybridModel.create(tiny.DENSE, strategy=ms.CommitStrategy.REPLAY)
+        target = replaying.with_hidden_layers(drafter.hidden_layers)
+    state = run(target, PARAMS, drafter, params, METHOD, drafter.max_drafts, **REQUESTS)
+    assert texts(state) == plain()
+    assert state.statistics.drafted.min() > 0
 
 
 def causal(inputs):
@@ -166,13 +169,13 @@ def test_drafts_are_those_of_a_forward_pass_without_a_cache(kind):
         assert proposal.tokens[0].tolist() == drafts_without_cache(kind, text)
 
 
-def test_a_block_is_that_of_a_forward_pass_without_a_cache():
-    _, params, module, target = drafting("dflash")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_block_is_that_of_forward_passes_without_a_cache(passes):
+    drafter, params, module, target = drafting("dflash")
     text = PROMPTS[0]
     features = module.features(target_hidden(target, text))[:, : len(text) - 1]
     positions = jnp.arange(len(text) + DRAFTS)[None]
     read, block = positions[:, : len(text) - 1], positions[:, len(text) - 1 :]
-    x = params["embedding"][jnp.asarray([text[-1], *[MASK] * DRAFTS])][None] * TARGET.config.embedding_multiplier
 
     def attend_in(layer):
         key, value = layer.self_attn.key_value(features, read)
@@ -186,10 +189,20 @@ def test_a_block_is_that_of_a_forward_pass_without_a_cache():
 
         return attend
 
-    for layer in module.layers:
-        x = layer(x, block, attend_in(layer))
-    expected = jnp.argmax(module.logits(x[:, 1:], params["output"]), axis=-1)
-    assert proposed("dflash", followed("dflash", text), text).tokens.tolist() == expected.tolist()
+    @jax.jit
+    def fill(tokens):
+        x = params["embedding"][tokens][None] * TARGET.config.embedding_multiplier
+        for layer in module.layers:
+            x = layer(x, block, attend_in(layer))
+        return jnp.argmax(module.logits(x[0], params["output"]), axis=-1)
+
+    expected, share = np.array([text[-1], *[MASK] * DRAFTS]), DRAFTS // passes
+    for done in range(1, DRAFTS + 1, share):
+        expected[done : done + share] = fill(expected)[done : done + share]
+    several = dataclasses.replace(drafter, passes=passes)
+    rows = padded(text), jnp.asarray([len(text)], jnp.int32)
+    proposal = propose(several, params, followed("dflash", text), *rows)
+    assert proposal.tokens[0].tolist() == expected[1:].tolist()
 
 
 def test_a_tree_of_width_one_is_the_chain():
@@ -267,3 +280,5 @@ def test_what_does_not_fit_is_refused():
         EagleTreeDrafter(drafter.head, 13, depth=2, width=3)
     with pytest.raises(ValueError, match=r"mask_token is 29, expected 0\.\.28"):
         DFlashDrafter(drafting("dflash")[0].head, 4, 29)
+    with pytest.raises(ValueError, match=r"DFlashDrafter\.passes is 0, expected at least 1"):
+        DFlashDrafter(drafting("dflash")[0].head, 4, MASK, 0)
