@@ -12,6 +12,7 @@ from mamba_spec_jax.models.heads.checkpoint import save_head
 from tests.mamba_spec_jax import tiny
 from tests.mamba_spec_jax.heads import head_config, random_module
 from tests.mamba_spec_jax.models.checkpoints import CONFIG, random_weights, write
+from tests.mamba_spec_jax.speculative.drafting import quick_prefills, run, texts
 
 TARGET = ms.HybridModel.create(tiny.MOE)
 LOADED = ms.LoadedModel(TARGET, tiny.random_params(TARGET), None, Path("tiny"))
@@ -64,14 +65,14 @@ def test_a_smaller_model_becomes_a_draft_model(tmp_path):
         ms.generate(TARGET, LOADED.params, [[1]], drafter=other.drafter, drafter_params=other.params, max_new=2)
 
 
-def test_a_head_that_is_run_on_drafts_trees_too(saved):
+def test_a_head_that_is_run_on_drafts_trees_too(saved, monkeypatch):
+    quick_prefills(monkeypatch)
     found = ms.load_drafter(saved("eagle3"), LOADED, max_drafts=2, tree=5)
     assert isinstance(found.drafter, ms.EagleTreeDrafter)
     assert (found.drafter.max_drafts, found.drafter.depth) == (5, 2)
-    generation = ms.generate(
-        found.target, LOADED.params, [[1, 2, 3]], drafter=found.drafter, drafter_params=found.params, max_new=6
-    )
-    assert generation.tokens == ms.generate(TARGET, LOADED.params, [[1, 2, 3]], depth=0, max_new=6).tokens
+    requests = {"prompts": [[1, 2, 3]], "max_new": [6]}
+    drafted = run(found.target, LOADED.params, found.drafter, found.params, ms.Greedy(), 5, **requests)
+    assert texts(drafted) == texts(run(TARGET, LOADED.params, ms.NgramDrafter(5), None, ms.Greedy(), 0, **requests))
 
 
 def test_trees_of_what_drafts_chains_are_refused(saved, tmp_path):

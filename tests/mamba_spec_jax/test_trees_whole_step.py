@@ -25,7 +25,7 @@ B = len(OWNED)
 # Nothing here is compared in bits, and the optimiser takes most of the time of compiling so small a model.
 QUICKLY = {"xla_backend_optimization_level": 0}
 
-MOE = CONFIGS["moe"]  # rotary positions, grouped queries
+MOE = dataclasses.replace(CONFIGS["moe"], layer_types=("attention", "mamba"))  # rotary positions, grouped queries
 # The model that verifies the tree, and the one that decodes its paths.
 CASES = {
     "dense": (HybridModel.create(DENSE), HybridModel.create(DENSE)),

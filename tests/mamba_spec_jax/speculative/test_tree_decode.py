@@ -54,6 +54,7 @@ class ScriptedTrees:
         return state
 
 
+CONFIG = dataclasses.replace(DENSE, layer_types=("mamba", "attention"))
 DRAFTER = ScriptedTrees()
 
 
@@ -69,7 +70,7 @@ def begin(model, **requests):
 
 @functools.cache
 def plain(method):
-    model = ms.HybridModel.create(DENSE)
+    model = ms.HybridModel.create(CONFIG)
     return jax.device_get(run(model, random_params(model), begin(model), method, 0))
 
 
@@ -101,7 +102,7 @@ def without_room(state):
     ("snapshot", ms.Greedy()), ("snapshot", ms.Sampling()), ("chunked, replayed", ms.Greedy()),
 ])  # fmt: skip
 def test_trees_give_the_tokens_of_plain_decoding(case, method):
-    model = ms.HybridModel.create(DENSE, **CASES[case])
+    model = ms.HybridModel.create(CONFIG, **CASES[case])
     expected = plain(method)
     for seed, limits in enumerate(([K, K, K], [2, 0, 1])):
         state = begin(model, draft_limit=limits)
@@ -126,7 +127,7 @@ def test_trees_give_the_tokens_of_plain_decoding(case, method):
 
 def test_drafts_judged_in_hindsight():
     """A plain chunk with an automatic depth asks how deep a tree would have got."""
-    model, expected = ms.HybridModel.create(DENSE), plain(ms.Greedy())
+    model, expected = ms.HybridModel.create(CONFIG), plain(ms.Greedy())
     state = script(begin(model), expected.tokens, seed=0)
     starts = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     proposal = jax.jit(lambda state: DRAFTER.propose(None, state.drafter, state.tokens, starts, None, K))(state)
@@ -189,7 +190,7 @@ def test_what_is_no_tree_is_refused_while_tracing(drafter, message):
 
 
 def test_a_model_refuses_what_is_no_tree():
-    model = ms.HybridModel.create(DENSE)
+    model = ms.HybridModel.create(CONFIG)
     params, cache, rows = model.abstract_params(), model.init_cache(1, 8), jnp.zeros(1, jnp.int32)
     for parents, message in (
         (np.array([[-1, 2, 0]]), "verify: a parent must come before its child"),
