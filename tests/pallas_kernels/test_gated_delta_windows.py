@@ -85,7 +85,7 @@ def test_replay_goes_on_from_window_to_window(dims):
     ring = Ring(inputs, np.array([33, 0], np.int32), np.zeros(2, np.int32), order)
     pool, ring, expected = *delta_rule.on_device((state, ring)), state[0, slots].astype(np.float64)
     histories = set()
-    for _ in range(5):
+    for _ in range(60 // dims.T):
         window, counts = draw_inputs(rng, dims, 2, dims.T), ring.counts[slots]
         fold = must_fold(counts, dims.T, dims.T, length)
         result = verify(pool, *delta_rule.on_device((window, slots)), {"ring": ring, "fold": fold})

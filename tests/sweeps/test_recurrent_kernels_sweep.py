@@ -12,7 +12,7 @@ from tests.pallas_kernels import test_gated_delta_windows as windows
 from tests.pallas_kernels.test_selective_state_update import DTYPES, FORMS, KEPT, RUNS, check
 
 
-@pytest.mark.parametrize(("state_dtype", "dtype"), itertools.product(DTYPES, DTYPES))
+@pytest.mark.parametrize(("state_dtype", "dtype"), list(itertools.product(DTYPES, DTYPES)))
 @pytest.mark.parametrize(("keep", "tree"), KEPT)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("run", RUNS)
