@@ -12,7 +12,6 @@ from mamba_spec_jax.models.heads.checkpoint import save_head
 from tests.mamba_spec_jax import tiny
 from tests.mamba_spec_jax.heads import head_config, random_module
 from tests.mamba_spec_jax.models.checkpoints import CONFIG, random_weights, write
-from tests.mamba_spec_jax.speculative.drafting import quick_prefills, run, texts
 
 TARGET = ms.HybridModel.create(tiny.MOE)
 LOADED = ms.LoadedModel(TARGET, tiny.random_params(TARGET), None, Path("tiny"))
@@ -28,6 +27,18 @@ def saved(tmp_path):
     return save
 
 
+def assert_drafts_fit(found):
+    """The weights are what the drafter computes with, as far as shapes tell."""
+    tokens, rows = jnp.zeros((1, 8), jnp.int32), jnp.ones(1, jnp.int32)
+    choose = ms.TokenChoice(jnp.zeros(1, jnp.uint32), jnp.ones(1), ms.Greedy())
+    drafter, most = found.drafter, found.drafter.max_drafts
+
+    def draft(params):
+        return drafter.propose(params, drafter.init(1, 8), tokens, rows, choose, most)
+
+    assert jax.eval_shape(draft, found.params).tokens.shape == (1, most)
+
+
 @pytest.mark.parametrize(
     ("kind", "drafter", "most"),
     [("eagle3", ms.EagleDrafter, 4), ("three layers", ms.EagleDrafter, 4), ("dflash", ms.DFlashDrafter, 4)],
@@ -37,13 +48,7 @@ def test_a_head_becomes_its_drafter_and_the_target_returns_what_it_reads(saved, 
     assert type(found.drafter) is drafter
     assert found.drafter.max_drafts == most
     assert found.target == dataclasses.replace(TARGET, hidden_layers=head_config(kind, TARGET).target_layers)
-    tokens, rows = jnp.zeros((1, 8), jnp.int32), jnp.ones(1, jnp.int32)
-    choose = ms.TokenChoice(jnp.zeros(1, jnp.uint32), jnp.ones(1), ms.Greedy())
-
-    def draft(params):
-        return found.drafter.propose(params, found.drafter.init(1, 8), tokens, rows, choose, most)
-
-    assert jax.eval_shape(draft, found.params).tokens.shape == (1, most)
+    assert_drafts_fit(found)
 
 
 def test_a_block_holds_so_many_drafts(saved):
@@ -65,14 +70,12 @@ def test_a_smaller_model_becomes_a_draft_model(tmp_path):
         ms.generate(TARGET, LOADED.params, [[1]], drafter=other.drafter, drafter_params=other.params, max_new=2)
 
 
-def test_a_head_that_is_run_on_drafts_trees_too(saved, monkeypatch):
-    quick_prefills(monkeypatch)
+def test_a_head_that_is_run_on_drafts_trees_too(saved):
     found = ms.load_drafter(saved("eagle3"), LOADED, max_drafts=2, tree=5)
     assert isinstance(found.drafter, ms.EagleTreeDrafter)
     assert (found.drafter.max_drafts, found.drafter.depth) == (5, 2)
-    requests = {"prompts": [[1, 2, 3]], "max_new": [6]}
-    drafted = run(found.target, LOADED.params, found.drafter, found.params, ms.Greedy(), 5, **requests)
-    assert texts(drafted) == texts(run(TARGET, LOADED.params, ms.NgramDrafter(5), None, ms.Greedy(), 0, **requests))
+    assert found.target == dataclasses.replace(TARGET, hidden_layers=head_config("eagle3", TARGET).target_layers)
+    assert_drafts_fit(found)
 
 
 def test_trees_of_what_drafts_chains_are_refused(saved, tmp_path):

@@ -22,7 +22,7 @@ K = 3
 # As a draft model, the target verifies by steps; the other one in chunks.
 TARGET = ms.HybridModel.create(dataclasses.replace(DENSE, layer_types=("mamba", "attention")))
 OTHER = ms.HybridModel.create(
-    dataclasses.replace(DENSE, layer_types=("mamba", "attention", "mamba"), rope_theta=10_000.0),
+    dataclasses.replace(DENSE, layer_types=("attention", "mamba"), rope_theta=10_000.0),
     speculative_mode=ms.SpeculativeMode.PREFILL,
 )
 PARAMS, OTHER_PARAMS = random_params(TARGET), random_params(OTHER, 1)

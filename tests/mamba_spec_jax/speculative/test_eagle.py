@@ -18,7 +18,7 @@ from mamba_spec_jax.speculative.protocol import Progress
 from mamba_spec_jax.speculative.sampling import TokenChoice
 from tests.mamba_spec_jax import tiny
 from tests.mamba_spec_jax.heads import KINDS, head_config, random_module
-from tests.mamba_spec_jax.speculative.drafting import quick_prefills, run, texts
+from tests.mamba_spec_jax.speculative.drafting import QUICKLY, quick_prefills, run, texts
 
 TARGET = ms.HybridModel.create(tiny.DENSE)
 PARAMS = tiny.random_params(TARGET)
@@ -76,7 +76,7 @@ def causal(inputs):
     return jnp.einsum("bgrts,bsgd->btgrd", jax.nn.softmax(scores, -1), inputs.value).reshape(inputs.query.shape)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICKLY)
 def prefill(target, window, count):
     cache = target.init_cache(1, LENGTH)
     return target.prefill(PARAMS, window, cache, slots=jnp.zeros(1, jnp.int32), num_tokens=count).hidden
@@ -91,12 +91,12 @@ def target_hidden(target, text):
     return prefill(target, padded(text)[:, :-1], jnp.asarray([len(text) - 1], jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICKLY)
 def update(drafter, params, state, progress):
     return drafter.update(params, state, progress)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICKLY)
 def propose(drafter, params, state, tokens, length):
     choose = TokenChoice(jnp.zeros(1, jnp.uint32), jnp.ones(1), ms.Greedy())
     return drafter.propose(params, state, tokens, length, choose, drafter.max_drafts)
@@ -121,7 +121,7 @@ def runner(kind, layer):
     drafter, params, module, _ = drafting(kind)
     graphdef, weights = nnx.split(module)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def run(tokens, hidden, count):
         module = nnx.merge(graphdef, weights)
         embedded = params["embedding"][tokens] * drafter.head.config.embedding_multiplier
@@ -189,7 +189,7 @@ def test_a_block_is_that_of_forward_passes_without_a_cache(passes):
 
         return attend
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def fill(tokens):
         x = params["embedding"][tokens][None] * TARGET.config.embedding_multiplier
         for layer in module.layers:
