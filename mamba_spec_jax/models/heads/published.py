@@ -1,4 +1,5 @@
-"""The heads for multi-token prediction that published checkpoints carry (`mtp.` weights): Qwen3-Next's, Nemotron-H's.
+"""The heads for multi-token prediction that published checkpoints carry (`mtp.` weights): Qwen3-Next's and Qwen3.5's, and
+Nemotron-H's.
 
 At position t such a head reads the embedding of token t + 1 and the target's final hidden state of token t, both
 normed; a projection of the two goes through layers of the target's own kind. Their normed output predicts token t + 2,

@@ -11,15 +11,16 @@ from safetensors.numpy import load_file, save_file
 import mamba_spec_jax as ms
 from mamba_spec_jax.modes import ForwardMode
 from mamba_spec_jax.speculative.protocol import Progress
-from tests.golden.family_cases import FAMILY_CASES
+from tests.golden.family_cases import BASES, FAMILY_CASES
 from tests.golden.weights import draw_all
 
 from ..goldens import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-D, EPS = 20, {"qwen3_next": 1e-6, "nemotron_h": 1e-5}
-QWEN = {
+WIDTH = BASES["qwen3_5_text"]["intermediate_size"]
+D, EPS = 20, {"qwen3_next": 1e-6, "qwen3_5_text": 1e-6, "nemotron_h": 1e-5}
+QWEN_ATTENTION = {
     "mtp.fc.weight": (D, 2 * D),
     "mtp.pre_fc_norm_embedding.weight": (D,),
     "mtp.pre_fc_norm_hidden.weight": (D,),
@@ -32,6 +33,9 @@ QWEN = {
     "mtp.layers.0.self_attn.o_proj.weight": (D, 4 * 8),
     "mtp.layers.0.self_attn.q_norm.weight": (8,),
     "mtp.layers.0.self_attn.k_norm.weight": (8,),
+}
+QWEN = {
+    **QWEN_ATTENTION,
     "mtp.layers.0.mlp.gate.weight": (5, D),
     "mtp.layers.0.mlp.shared_expert_gate.weight": (1, D),
     **{
@@ -39,6 +43,10 @@ QWEN = {
         for part, width in (("shared_expert", 11), *((f"experts.{expert}", 9) for expert in range(5)))
         for name, shape in (("gate", (width, D)), ("up", (width, D)), ("down", (D, width)))
     },
+}
+QWEN_DENSE = QWEN_ATTENTION | {
+    f"mtp.layers.0.mlp.{name}_proj.weight": shape
+    for name, shape in (("gate", (WIDTH, D)), ("up", (WIDTH, D)), ("down", (D, WIDTH)))
 }
 NEMOTRON = {
     "mtp.layers.0.eh_proj.weight": (D, 2 * D),
@@ -59,7 +67,8 @@ NEMOTRON = {
         for name, shape in (("up", (width, D)), ("down", (D, width)))
     },
 }
-SHAPES = {"qwen3_next": QWEN, "nemotron_h": NEMOTRON}
+SHAPES = {"qwen3_next": QWEN, "nemotron_h": NEMOTRON, "qwen3_5_text": QWEN_DENSE}
+OTHERS = ["qwen3_next", "nemotron_h"]  # Qwen3.5's is made of the same parts
 
 
 class Oracle:
@@ -74,7 +83,7 @@ class Oracle:
         return self.weights[name + ".weight"]
 
     def norm(self, x, name):
-        weight = self.w(name) + (self.family == "qwen3_next")
+        weight = self.w(name) + self.family.startswith("qwen")
         return weight * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPS[self.family])
 
     def linear(self, x, name):
@@ -92,7 +101,7 @@ class Oracle:
             mixed.append(scores @ values[:, shared] / scores.sum())
         return np.array(mixed)
 
-    def qwen3_next(self, x, position):
+    def qwen(self, x, position):
         layer = "mtp.layers.0."
         read = self.norm(x, layer + "input_layernorm")
         query, gate = np.split(self.linear(read, layer + "self_attn.q_proj").reshape(4, 16), 2, axis=-1)
@@ -104,6 +113,11 @@ class Oracle:
         mixed = self.attend(query, key, value) * sigmoid(gate)
         x = x + self.linear(mixed.reshape(-1), layer + "self_attn.o_proj")
         read = self.norm(x, layer + "post_attention_layernorm")
+        fed = self.experts(read) if self.family == "qwen3_next" else self.gated(read, layer + "mlp")
+        return self.norm(x + fed, "mtp.norm")
+
+    def experts(self, read):
+        layer = "mtp.layers.0."
         scores = self.linear(read, layer + "mlp.gate")
         chosen = np.argsort(-scores)[:2]
         shares = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
@@ -111,7 +125,7 @@ class Oracle:
         shared = sigmoid(self.linear(read, layer + "mlp.shared_expert_gate")) * self.gated(
             read, layer + "mlp.shared_expert"
         )
-        return self.norm(x + given + shared, "mtp.norm")
+        return given + shared
 
     def nemotron_h(self, x, position):
         read = self.norm(x, "mtp.layers.0.norm")
@@ -138,12 +152,14 @@ class Oracle:
 
     def step(self, token, hidden):
         """The head at the next position: what it says of the token after `token`, as the hidden state it gives."""
-        embedding, fc, names = {
-            "qwen3_next": ("model.embed_tokens", "mtp.fc", ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")),
-            "nemotron_h": ("backbone.embeddings", "mtp.layers.0.eh_proj", ("mtp.layers.0.enorm", "mtp.layers.0.hnorm")),
-        }[self.family]
+        if self.family == "nemotron_h":
+            layers, embedding, fc = self.nemotron_h, "backbone.embeddings", "mtp.layers.0.eh_proj"
+            names = "mtp.layers.0.enorm", "mtp.layers.0.hnorm"
+        else:
+            layers, embedding, fc = self.qwen, "model.embed_tokens", "mtp.fc"
+            names = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
         read = [self.norm(x, name) for x, name in zip((self.w(embedding)[token], hidden), names, strict=True)]
-        return getattr(self, self.family)(self.linear(np.concatenate(read), fc), len(self.keys))
+        return layers(self.linear(np.concatenate(read), fc), len(self.keys))
 
     def token(self, hidden):
         return int(np.argmax(self.linear(hidden, "lm_head")))
@@ -182,7 +198,7 @@ def test_drafts_are_those_of_the_definition(carried):
         slots=0 * one, num_tokens=8 * one,
     )  # fmt: skip
     oracle = Oracle(family, weights)
-    final = {"qwen3_next": "model.norm", "nemotron_h": "backbone.norm_f"}[family]
+    final = "backbone.norm_f" if family == "nemotron_h" else "model.norm"
     read = [oracle.norm(hidden.astype(np.float64), final) for hidden in np.asarray(output.hidden[0][0])]
     for token, hidden in zip(text[1:], read, strict=True):
         says = oracle.step(token, hidden)
@@ -209,6 +225,7 @@ def test_drafts_are_those_of_the_definition(carried):
     assert proposal.tokens[0].tolist() == drafts
 
 
+@pytest.mark.parametrize("carried", OTHERS, indirect=True)
 def test_speculation_with_the_head_loses_nothing(carried):
     """Drafts or none through the same compiled steps: the same tokens, and the same bits behind them."""
     _, loaded, _ = carried
@@ -232,6 +249,7 @@ def test_speculation_with_the_head_loses_nothing(carried):
     jax.tree.map(np.testing.assert_array_equal, speculative.cache.mamba, plain.cache.mamba)
 
 
+@pytest.mark.parametrize("carried", OTHERS, indirect=True)
 def test_what_carries_no_head_or_another_one_is_refused(carried, tmp_path):
     family, loaded, weights = carried
     config = json.loads((loaded.folder / "config.json").read_text())
