@@ -1,5 +1,6 @@
-"""The heads for multi-token prediction that published checkpoints carry (`mtp.` weights): Qwen3-Next's and Qwen3.5's, and
-Nemotron-H's.
+"""The heads for multi-token prediction that published checkpoints carry, as `mtp.` weights.
+
+Those of Qwen3-Next and Qwen3.5, and that of Nemotron-H.
 
 At position t such a head reads the embedding of token t + 1 and the target's final hidden state of token t, both
 normed; a projection of the two goes through layers of the target's own kind. Their normed output predicts token t + 2,
