@@ -1,5 +1,6 @@
 """What a function compiles to on a target: the program XLA runs, and the machine code of each kernel."""
 
+import math
 import os
 import re
 import shutil
@@ -21,10 +22,11 @@ _NO_LAUNCH = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel's machine code: widths count accesses to global memory by bits each."""
+    """One kernel's machine code, and what a block of it takes: widths count accesses to global memory by bits each."""
 
     name: str
     ptx: str
+    threads: int
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -55,7 +57,8 @@ def compile_for(target: Target, function, arguments, donate: tuple[str, ...]) ->
     with tempfile.TemporaryDirectory(prefix="aot_") as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
         files = [*sorted(Path(folder).glob("*.ptx")), *sorted(_MOSAIC_PTX.glob("*.ptx"))]
-        kernels = [_assemble(path, Path(folder)) for path in files if ".entry" in path.read_text()]
+        shared = _shared_at_launch(Path(folder))
+        kernels = [_assemble(path, Path(folder), shared) for path in files if ".entry" in path.read_text()]
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     entry = hlo[hlo.index("\nENTRY ") :]
     operations = re.findall(r"^\s+(?:ROOT )?%\S+ = .*? ([a-z][\w-]*)\(", entry, re.M)
@@ -69,7 +72,26 @@ def compile_for(target: Target, function, arguments, donate: tuple[str, ...]) ->
     )
 
 
-def _assemble(path: Path, folder: Path) -> Kernel:
+def occupancy(kernel: Kernel, target: Target) -> float:
+    """The warps of a kernel that a multiprocessor holds at once, over those that it could hold.
+
+    A warp takes registers by 256, from one of four parts of 16,384; a block takes 1 KiB of shared memory besides its
+    own (CUDA C++ programming guide, compute capabilities).
+    """
+    warps = kernel.threads // 32
+    by_registers = 16384 // (256 * -(-kernel.registers // 8)) * 4 // warps
+    by_shared = target.shared_per_core // (kernel.shared_bytes + 1024)
+    by_threads = target.threads_per_core // kernel.threads
+    return min(by_registers, by_shared, by_threads, target.blocks_per_core) * kernel.threads / target.threads_per_core
+
+
+def _shared_at_launch(folder: Path) -> dict[str, int]:
+    """Bytes of shared memory that kernels are launched with, which their code does not say; of Mosaic GPU, nothing does."""
+    said = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
+    return {name: int(size) for name, size in re.findall(r"(\S+) grid: .* shared_memory: (\d+) bytes", said)}
+
+
+def _assemble(path: Path, folder: Path, shared_at_launch: dict[str, int]) -> Kernel:
     ptx = path.read_text()
     architecture = re.search(r"^\s*\.target\s+(sm_\w+)", ptx, re.M).group(1)
     cubin = folder / (path.name + ".cubin")
@@ -79,12 +101,14 @@ def _assemble(path: Path, folder: Path) -> Kernel:
     def total(pattern):
         return sum(map(int, re.findall(pattern, log)))
 
+    name, block = (re.search(p, ptx).group(1) for p in (r"\.entry\s+([\w$]+)", r"\.(?:req|max)ntid\s+([\d, ]+)"))
     return Kernel(
-        name=re.search(r"\.entry\s+([\w$]+)", ptx).group(1),
+        name=name,
         ptx=ptx,
+        threads=math.prod(map(int, block.split(","))),
         registers=max(map(int, re.findall(r"Used (\d+) registers", log))),
         spill_bytes=total(r"(\d+) bytes spill stores") + total(r"(\d+) bytes spill loads"),
-        shared_bytes=total(r"(\d+) bytes smem"),
+        shared_bytes=total(r"(\d+) bytes smem") + shared_at_launch.get(name, 0),
         loads=_widths("LDG", sass),
         stores=_widths("STG", sass),
     )

@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.aot import attention, cases, delta_cases, recurrent_cases
-from tests.aot.inspect import compile_for
+from tests.aot.inspect import compile_for, occupancy
 from tests.aot.targets import TARGETS
 from tests.aot.whole_step import broken_steps
 
@@ -21,8 +21,11 @@ SUITES = (
     delta_cases,
     recurrent_cases,
 )  # each with cases(target), broken_promises(case, program), expected(target)
-_HEADINGS = ("target", "implementation", "case", "launches", "copies", "temp", "registers", "spills", "loads", "stores")
-_WIDTHS = (7, 15, 42, 9, 7, 10, 10, 7, 20, 12)
+_HEADINGS = (
+    "target", "implementation", "case", "launches", "copies", "temp", "registers", "spills", "occupancy", "loads",
+    "stores",
+)  # fmt: skip
+_WIDTHS = (7, 15, 42, 9, 7, 10, 13, 7, 16, 20, 12)
 _ONE = "--one"
 _AT_ONCE = 2  # targets
 _WHOLE_STEPS = ("sm_90",)
@@ -81,8 +84,9 @@ def _row(target: str, case, program) -> str:
         len(program.launches),
         program.copies,
         program.temp_bytes,
-        "/".join(str(kernel.registers) for kernel in kernels[:3]),
+        "/".join(str(kernel.registers) for kernel in kernels[:4]),
         sum(kernel.spill_bytes for kernel in kernels),
+        "/".join(f"{occupancy(kernel, TARGETS[target]):.0%}" for kernel in kernels[:4]),
         _counts([kernel.loads for kernel in kernels]),
         _counts([kernel.stores for kernel in kernels]),
     )

@@ -8,7 +8,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU as its data sheet gives it; memory sizes in bytes."""
+    """A GPU as its data sheet gives it; memory sizes in bytes, a core is a multiprocessor."""
 
     kind: str
     capability: tuple[int, int]
@@ -21,6 +21,10 @@ class Target:
     l2: int
     clock_ghz: float
     memory: int
+
+    @property
+    def blocks_per_core(self) -> int:
+        return {(7, 5): 16, (8, 9): 24}.get(self.capability, 32)
 
     def device(self):
         """A device to compile for, which nothing can run on."""
