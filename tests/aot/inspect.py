@@ -86,7 +86,7 @@ def occupancy(kernel: Kernel, target: Target) -> float:
 
 
 def _shared_at_launch(folder: Path) -> dict[str, int]:
-    """Bytes of shared memory that kernels are launched with, which their code does not say; of Mosaic GPU, nothing does."""
+    """Bytes of shared memory at launch, which a kernel's code does not say; those of Mosaic GPU are nowhere."""
     said = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
     return {name: int(size) for name, size in re.findall(r"(\S+) grid: .* shared_memory: (\d+) bytes", said)}
 
