@@ -8,16 +8,15 @@ import json
 import pytest
 
 from mamba_spec_jax import generate, load
-from mamba_spec_jax.models.families import FAMILIES
 from tests.conftest import quick_compilation  # noqa: F401, a fixture
 from tests.mamba_spec_jax.cli.conftest import run  # noqa: F401, a fixture
-from tests.mamba_spec_jax.cli.families import write_family
+from tests.mamba_spec_jax.cli.families import CASES, write_family
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["granitemoehybrid", *CASES])
 def test_every_family_chats(run, tmp_path, family, drafts):  # noqa: F811
     folder = write_family(family, tmp_path / "model")
     options = ("--model", folder, "-n", 24, "--drafts", drafts, "--json")
