@@ -1,4 +1,5 @@
-"""Speculative against plain decoding on the bundled model: 32 prompts of 256 new tokens, every form, depth and method.
+"""Speculative against plain decoding on the bundled model: 32 prompts of 256 new tokens, every form, depth and method,
+and every drafter.
 
 Not collected by default: `pytest tests/sweeps/test_lossless_sweep.py`, some minutes on a CPU. Writes what it saw to
 results/lossless.json, each differing token with the gap between the two best logits there.
@@ -17,9 +18,13 @@ import pytest
 import mamba_spec_jax as ms
 from mamba_spec_jax.assets import TINY
 from mamba_spec_jax.cli.prompts import NUM_PROMPTS, PromptKind, demo_prompts
+from training.evaluate_drafters import drafters
 
 RESULTS = Path(__file__).parent / "results" / "lossless.json"
-PROMPTS, NEW, DEPTHS = 32, 256, (0, 1, 3, 7)
+PROMPTS, NEW, DEPTHS, DRAFTS = 32, 256, (0, 1, 3, 7), 4
+DRAFTERS = (
+    "n-gram tree", "EAGLE-3", "MTP", "DFlash", "draft model", "EAGLE-3 tree", "n-gram, else EAGLE-3",
+)  # fmt: skip
 FORMS = {
     "decode, snapshot": (ms.SpeculativeMode.DECODE, ms.CommitStrategy.SNAPSHOT),
     "prefill, snapshot": (ms.SpeculativeMode.PREFILL, ms.CommitStrategy.SNAPSHOT),
@@ -43,8 +48,9 @@ class Sweep:
         assert len(self.prompts) == PROMPTS
         self.plain = {name: self.run(self.loaded.model, name, 0).tokens for name in METHODS}
 
-    def run(self, model, method, depth):
-        return ms.generate(model, self.loaded.params, self.prompts, depth=depth, max_new=NEW, **METHODS[method])
+    def run(self, model, method, depth, **drafting):
+        options = METHODS[method] | drafting
+        return ms.generate(model, self.loaded.params, self.prompts, depth=depth, max_new=NEW, **options)
 
     def differences(self, method, tokens):
         """The first differing token of each row; what follows it follows from it."""
@@ -92,20 +98,25 @@ def report():
 def test_token_identical_to_plain_decoding(sweep, report, form, method, depth):
     mode, strategy = FORMS[form]
     model = ms.HybridModel.create(sweep.loaded.model.config, speculative_mode=mode, strategy=strategy)
-    generation = sweep.run(model, method, depth)
-    differences = sweep.differences(method, generation.tokens)
+    check(sweep, report, {"form": form, "method": method, "drafts": depth}, sweep.run(model, method, depth))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_over_a_ring(sweep, report, name, method):
+    drafter, params = drafters(sweep.loaded, DRAFTS)[name]
+    model = ms.HybridModel.create(sweep.loaded.model.config, strategy=ms.CommitStrategy.REPLAY)
+    target, drafts = model.with_hidden_layers(drafter.hidden_layers), drafter.max_drafts
+    generation = sweep.run(target, method, drafts, drafter=drafter, drafter_params=params)
+    check(sweep, report, {"form": "decode, replay", "method": method, "drafts": drafts, "drafter": name}, generation)
+
+
+def check(sweep, report, run, generation):
+    differences = sweep.differences(run["method"], generation.tokens)
     accepted = float(generation.statistics.mean_acceptance_length)
-    report.append(
-        {
-            "form": form,
-            "method": method,
-            "drafts": depth,
-            "identical": not differences,
-            "mean_acceptance_length": round(accepted, 3),
-            "differences": differences,
-        }
-    )
+    found = {"identical": not differences, "mean_acceptance_length": round(accepted, 3), "differences": differences}
+    report.append(run | found)
     assert sum(map(len, generation.tokens)) == PROMPTS * NEW
     assert differences == []
-    if depth:
+    if run["drafts"]:
         assert accepted > 1.2, "drafts were hardly ever accepted: nothing was tested"
