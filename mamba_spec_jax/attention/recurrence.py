@@ -106,7 +106,8 @@ class Recurrence(abc.ABC):
         L, (B, T) = spec.recurrent_layers, batch.positions.shape
         if spec.ring is None:
             shape = (L, B, T, self.heads, self.head_dim, self.state)
-            recurrent: Any = jnp.zeros(shape, spec.ssm_dtype)
+            # Not zeros, which would cost as many bytes as the snapshots: what is committed has been written before.
+            recurrent: Any = jax.lax.empty(shape, spec.ssm_dtype)
         else:
             if self.replay.window < T:
                 raise ValueError(
