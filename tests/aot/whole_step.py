@@ -1,5 +1,7 @@
-"""A whole model's verify and commit, compiled ahead of time: no pool and no KV buffer is copied or made anew, and nothing
-but the kernels writes snapshots."""
+"""A whole model's verify and commit, compiled ahead of time.
+
+No pool and no KV buffer is copied or made anew, and nothing but the kernels writes snapshots.
+"""
 
 import math
 import re
