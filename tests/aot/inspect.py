@@ -78,11 +78,10 @@ def occupancy(kernel: Kernel, target: Target) -> float:
     A warp takes registers by 256, from one of four parts of 16,384; a block takes 1 KiB of shared memory besides its
     own (CUDA C++ programming guide, compute capabilities).
     """
-    warps = kernel.threads // 32
+    warps, most_warps = -(-kernel.threads // 32), target.threads_per_core // 32
     by_registers = 16384 // (256 * -(-kernel.registers // 8)) * 4 // warps
     by_shared = target.shared_per_core // (kernel.shared_bytes + 1024)
-    by_threads = target.threads_per_core // kernel.threads
-    return min(by_registers, by_shared, by_threads, target.blocks_per_core) * kernel.threads / target.threads_per_core
+    return min(by_registers, by_shared, most_warps // warps, target.blocks_per_core) * warps / most_warps
 
 
 def _shared_at_launch(folder: Path) -> dict[str, int]:
