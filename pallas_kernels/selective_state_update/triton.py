@@ -65,9 +65,10 @@ def update(
             tile.store_state(buffers.state, tile.slot, h, where=tile.exists & reads.fold[tile.row])
 
         def step(t, h):
+            # The token is read behind the path to it, which needs the registers.
+            before = h if reads.visible is None else _up_to(tile, t, reads, A, h, state.dtype)
             token = _read_token(tile, reads.inputs._asdict(), (tile.row, t))
             C = load(reads.inputs.C.at[tile.row, t, tile.group, tile.n], tile.n_mask)
-            before = h if reads.visible is None else _up_to(tile, t, reads, A, h, state.dtype)
             after = _state_step(before, token, A)
             y = jnp.sum(after * C[None, :], axis=1) + D * token.x
             triton.store(y_ref.at[tile.row, t, tile.head, tile.p], y.astype(y_ref.dtype), mask=tile.p_mask)
