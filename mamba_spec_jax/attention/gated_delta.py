@@ -72,6 +72,7 @@ class GatedDelta(Recurrence):
     inputs_type: ClassVar[type] = GatedDeltaInputs
 
     def __post_init__(self):
+        super().__post_init__()
         if self.heads % self.key_heads:
             raise ValueError(
                 f"GatedDelta has {self.heads} heads, expected a multiple of its {self.key_heads} key heads"

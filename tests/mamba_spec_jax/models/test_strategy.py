@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mamba_spec_jax.attention.gated_delta import GatedDelta
 from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.models import strategy
 from mamba_spec_jax.models.hybrid_lm import HybridModel
@@ -59,3 +60,5 @@ def test_bad_arguments():
         HybridModel.create(DENSE, strategy=AUTO)
     with pytest.raises(ValueError, match=r"Mamba2 got CommitStrategy\.AUTO: let choose_strategy say which"):
         Mamba2(heads=2, head_dim=2, state=2, groups=1, conv_width=2, strategy=AUTO)
+    with pytest.raises(ValueError, match=r"GatedDelta got CommitStrategy\.AUTO"):
+        GatedDelta(heads=2, head_dim=2, state=2, key_heads=1, conv_width=2, strategy=AUTO)
