@@ -2,17 +2,16 @@
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_update import fold_history, gated_delta_update, shapes
 from tests.aot.inspect import Kernel, Program
+from tests.aot.promises import Expect, broken_launch, donated_bytes
 from tests.aot.targets import shapes_for
 
 SLOTS, BATCH, LAYER = 257, 8, 3
@@ -85,31 +84,11 @@ def expected(target: str) -> int:
 
 def broken_promises(case: Case, program: Program) -> list[str]:
     """What the compiled program does that it must not."""
-    donated = jax.tree.leaves([case.arguments[name] for name in case.donate])
-    in_place = sum(math.prod(array.shape) * array.dtype.itemsize for array in donated)
-    # A tree's mask is computed once a step, whatever the number of layers.
-    tree = "parents" in case.arguments
-    masks = 8 * BATCH * case.arguments["parents"].shape[1] ** 2 if tree else 0
     named = [kernel for kernel in program.kernels if kernel.name.startswith("gated_delta_")]
-    broken = []
-
-    def expect(holds: bool, message: str):
-        if not holds:
-            broken.append(message)
-
-    expect(program.copies == 0, f"{program.copies} copies")
-    expect(program.alias_bytes == in_place, f"{program.alias_bytes} bytes updated in place of {in_place}")
-    # XLA counts the table of output pointers as a temporary.
-    expect(program.temp_bytes <= 64 + masks, f"{program.temp_bytes} temporary bytes")
-    launches = program.launches.count("custom-call")
-    expect(launches == len(named) == 1, f"{launches} launches of {[kernel.name for kernel in program.kernels]}")
-    expect(tree or len(program.launches) == 1, f"launches {program.launches}")
-    for kernel in named:
-        _check_kernel(case, kernel, expect)
-    return broken
+    return broken_launch(case, program, named, _check_kernel, in_place=donated_bytes(case), pointers=64)
 
 
-def _check_kernel(case: Case, kernel: Kernel, expect: Callable[[bool, str], None]) -> None:
+def _check_kernel(case: Case, kernel: Kernel, expect: Expect) -> None:
     expect(kernel.spill_bytes == 0, f"{kernel.spill_bytes} bytes spilled")
     loads, stores = case.accesses
     expect(kernel.loads[128] >= loads, f"loads {dict(kernel.loads)}, of 128 bits at least {loads}")

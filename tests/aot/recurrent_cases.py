@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels import causal_conv1d_update, fold_history, selective_state_update
 from pallas_kernels.causal_conv1d_update import shapes as conv_shapes
 from pallas_kernels.selective_state_update import shapes as ssm_shapes
 from tests.aot.inspect import Kernel, Program
+from tests.aot.promises import Expect, broken_launch, donated_bytes
 from tests.aot.targets import shapes_for
 
 SLOTS, BATCH, LAYER = 257, 64, 3
@@ -86,32 +85,14 @@ def cases(target: str) -> Iterator[Case]:
 
 def broken_promises(case: Case, program: Program) -> list[str]:
     """What the compiled program does that it must not."""
-    donated = jax.tree.leaves([case.arguments[name] for name in case.donate])
-    in_place = sum(math.prod(array.shape) * array.dtype.itemsize for array in donated)
+    in_place = donated_bytes(case)
     if "ring" in case.donate:  # its cursors are the caller's to move, and pass through
         in_place = max(in_place, program.alias_bytes)
-    masks = BATCH * case.arguments["parents"].shape[1] ** 2 * 8 if "parents" in case.arguments else 0
     named = [kernel for kernel in program.kernels if kernel.name == case.kernel]
-    broken = []
-
-    def expect(holds: bool, message: str):
-        if not holds:
-            broken.append(message)
-
-    expect(program.copies == 0, f"{program.copies} copies")
-    expect(program.alias_bytes == in_place, f"{program.alias_bytes} bytes updated in place of {in_place}")
-    # XLA counts the table of output pointers as a temporary; a tree's masks are computed once a step.
-    expect(program.temp_bytes <= 128 + masks, f"{program.temp_bytes} temporary bytes")
-    launches = program.launches.count("custom-call")
-    expect(launches == len(named) == 1, f"{launches} launches of {[kernel.name for kernel in program.kernels]}")
-    if not masks:
-        expect(len(program.launches) == 1, f"launches {program.launches}")
-    for kernel in named:
-        _check_kernel(case, kernel, expect)
-    return broken
+    return broken_launch(case, program, named, _check_kernel, in_place=in_place, pointers=128)
 
 
-def _check_kernel(case: Case, kernel: Kernel, expect: Callable[[bool, str], None]) -> None:
+def _check_kernel(case: Case, kernel: Kernel, expect: Expect) -> None:
     expect(kernel.spill_bytes == 0, f"{kernel.spill_bytes} bytes spilled")
     loads, stores = case.wide
     expect(kernel.loads[128] >= loads, f"loads {dict(kernel.loads)}, of 128 bits at least {loads}")
