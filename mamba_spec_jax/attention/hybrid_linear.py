@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from mamba_spec_jax.array_types import Array, Rows
 from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
-from mamba_spec_jax.attention.order import available_after
 from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, advance_lengths, gather_lengths
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.modes import ForwardMode
+from pallas_kernels.order import available_after
 
 
 @jax.tree_util.register_static

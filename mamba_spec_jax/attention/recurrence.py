@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Int32, Rows
 from mamba_spec_jax.attention.base import ForwardBatch
-from mamba_spec_jax.attention.order import available_after
 from mamba_spec_jax.cache.pools import LeafSpec, MambaPool, PoolSpec, RingSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.tree import path_to
@@ -17,6 +16,7 @@ from mamba_spec_jax.modes import CommitStrategy, ReplayRing, SpeculativeMode
 from pallas_kernels import causal_conv1d_update, state_commit
 from pallas_kernels import ring as rings
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.order import available_after
 from pallas_kernels.ring import Ring
 
 

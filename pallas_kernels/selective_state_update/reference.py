@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.entries import inside
+from pallas_kernels.order import available_after
 from pallas_kernels.ring import Ring, read_history, rows_of, write_tokens
 from pallas_kernels.selective_state_update import dual, recurrence
 from pallas_kernels.selective_state_update.arguments import Form, StateUpdate
@@ -30,7 +31,8 @@ def update(
     if ring is not None and fold is not None:
         h0 = _fold(form, h0, history(ring, layer, slots), A, rows_of(ring.counts, slots))
         state = write_states(state, layer, jnp.where(fold, slots, -1), h0)
-        ring = write_tokens(ring, layer, _after(slots, h0), {"x": inputs.x, "dt": inputs.dt, "B": inputs.B})
+        kept = {"x": inputs.x, "dt": inputs.dt, "B": inputs.B}
+        ring = write_tokens(ring, layer, available_after(slots, h0), kept)  # once h0 has read its history there
     if form == "chunk":
         y, snapshots = dual.window_scan(h0, inputs, A, D, parents, snapshots, layer)
         if writes_state:
@@ -75,14 +77,6 @@ def write_states(state: jax.Array, layer: int, slots: jax.Array, h: jax.Array) -
 def history(ring: Ring, layer: int, slots: jax.Array) -> SSMInputs:
     """Each row's ring in one layer, oldest first."""
     return SSMInputs(**read_history(ring, layer, slots), C=None)
-
-
-def _after(slots: jax.Array, h: jax.Array) -> jax.Array:
-    """The slots, known only when h is: what is written there cannot be written before h has read the ring.
-
-    Without a dependency between the two XLA copies the ring before it writes; a barrier is gone when it decides.
-    """
-    return slots + jnp.minimum(jnp.isnan(h[:, 0, 0, 0]).astype(jnp.int32), 0)
 
 
 def _fold(form: Form, h0: jax.Array, inputs: SSMInputs, A: jax.Array, num_tokens: jax.Array) -> jax.Array:
