@@ -43,8 +43,8 @@ from mamba_spec_jax.speculative.tree import SelectedTree, TreeTopology, select_b
 
 if TYPE_CHECKING:
     from mamba_spec_jax.drafting import LoadedDrafter, load_drafter
+    from mamba_spec_jax.loaded import LoadedModel, load
     from mamba_spec_jax.models.chat import ChatTemplate
-    from mamba_spec_jax.models.loading import LoadedModel, load
 
 __version__ = "0.1.0"
 
@@ -130,8 +130,8 @@ __all__ = [
 _LOADING = {
     "ChatTemplate": "mamba_spec_jax.models.chat",
     "LoadedDrafter": "mamba_spec_jax.drafting",
-    "LoadedModel": "mamba_spec_jax.models.loading",
-    "load": "mamba_spec_jax.models.loading",
+    "LoadedModel": "mamba_spec_jax.loaded",
+    "load": "mamba_spec_jax.loaded",
     "load_drafter": "mamba_spec_jax.drafting",
 }
 
