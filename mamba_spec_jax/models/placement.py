@@ -53,7 +53,7 @@ def first_device(device: Any = None, mesh: Mesh | None = None) -> Any:
     """One of the jax devices that the arguments of `place_all` name; None if they name none."""
     if mesh is not None:
         return mesh.devices.flat[0]
-    return min(device.device_set, key=lambda one: one.id) if isinstance(device, Sharding) else device
+    return min(device.device_set, key=str) if isinstance(device, Sharding) else device
 
 
 def share(shape: tuple[int, ...], place: Any) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ def test_a_long_prompt_is_read_whole(folder):
 
 @pytest.mark.parametrize("name", [None, "", " ", 3, ["a"]])
 def test_no_name(name):
-    with pytest.raises(ValueError, match="a checkpoint's name came as .*, expected a folder or a hub id"):
+    with pytest.raises(ValueError, match=r"a checkpoint's name came as .*, expected a folder or a hub id"):
         load(name)
 
 
