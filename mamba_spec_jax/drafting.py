@@ -56,8 +56,8 @@ def load_drafter(
         **options: revision and local_files_only, as for `load`.
 
     Raises:
-        ValueError: as `load_head` and `load_published_head`, for more drafts than a DFlash head's block holds, and for
-            a tree of what cannot draft one.
+        ValueError: the checkpoint is damaged or was made for another target; for more drafts than a DFlash head's block
+            holds, and for a tree of what cannot draft one.
     """
     drafter: Drafter
     levels = _DRAFTS if max_drafts is None else max_drafts
