@@ -1,4 +1,4 @@
-"""Whatever a public signature, field or docstring names is public itself, and so is what the README and notebooks use."""
+"""Whatever a public signature, field or docstring names is public itself, as is what README and notebooks use."""
 
 import dataclasses
 import importlib
@@ -17,6 +17,7 @@ import pallas_kernels
 
 ROOT = pathlib.Path(__file__).parents[2]
 PUBLIC = {name: getattr(ms, name) for name in ms.__all__}
+CLASSES = [value for value in PUBLIC.values() if inspect.isclass(value)]
 PACKAGES = (ms, pallas_kernels)
 OURS = tuple(package.__name__ for package in PACKAGES)
 
