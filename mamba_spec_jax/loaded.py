@@ -71,6 +71,7 @@ def load(
     local_files_only: bool = False,
     progress: bool | None = None,
     time_step_limit: tuple[float, float] | None = None,
+    rotary_length: int | None = None,
 ) -> LoadedModel:
     """Loads `config.json`, safetensors weights and `tokenizer.json`, from a folder or from the Hugging Face hub.
 
@@ -91,6 +92,9 @@ def load(
         progress: show a progress bar on stderr; None shows it if that is a terminal.
         time_step_limit: clamp of Mamba-2's time steps in every pass; None is what transformers' full forward does,
             which for some families is not what their `config.json` says.
+        rotary_length: tokens of the longest texts, for the rope types dynamic and longrope, whose rotary embedding is
+            another in longer texts: all positions are rotated as in a text of that length. None is the length up to
+            which the checkpoint rotates plainly (dynamic) or by its short factors (longrope).
 
     Raises:
         ValueError: the checkpoint cannot be found, is damaged, or is not what this library can run; says which part.
@@ -105,6 +109,12 @@ def load(
             raise ValueError(f"load got a time_step_limit, but {folder} has no Mamba-2 layers: leave it out")
         recurrent = dataclasses.replace(config.recurrent, time_step_limit=time_step_limit)
         config = dataclasses.replace(config, recurrent=recurrent)
+    if rotary_length is not None:
+        if config.rope_scaling is None:
+            raise ValueError(
+                f"{folder} has no rotary embedding that depends on a text's length: leave rotary_length out"
+            )
+        config = dataclasses.replace(config, rope_scaling=config.rope_scaling.for_length(rotary_length))
     if policy is None:
         runs_on = first_device(device, mesh)
         policy = DTypePolicy.for_device(None if runs_on is None else of_device(runs_on))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from mamba_spec_jax.models.config import HybridConfig, SharedBlocks
 from mamba_spec_jax.models.families import pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
+from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
@@ -52,7 +53,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         attention_scale=(head_dim / 2) ** -0.5,
-        rope_theta=pieces.rope_theta(hf) if hf.flag("use_mem_rope", False) else None,
+        **(rotary(hf, head_dim, max_length=4096) if hf.flag("use_mem_rope", False) else {}),
         recurrent=Mamba2Config(
             heads=mamba_heads,
             head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size", "n_mamba_heads"),
