@@ -128,8 +128,9 @@ class StepBench:
 
     def _commit(self, params, record, cache, zero):
         steps = jnp.zeros_like(record.slots) + zero
-        cache = self._model.backend.update_mamba_state_after_mtp_verify(cache, record, steps)
-        return dataclasses.replace(cache, awaiting_commit=True)
+        committed = self._model.backend.update_mamba_state_after_mtp_verify(cache, record, steps)
+        # As before the commit, or the next one would leave alone slots that have moved on from the record.
+        return dataclasses.replace(committed, awaiting_commit=True, lengths=cache.lengths)
 
     def _propose(self, num_drafts, params, text, proposal, zero):
         tokens, lengths = text

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 import flax.struct
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Ancestors, Array, Float, Parents, Rows, Tokens
-from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths, slot_index
+from mamba_spec_jax.array_types import Ancestors, Array, Float, Parents, Rows, Tokens, require_array
+from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths, require_cache
 from mamba_spec_jax.cache.records import VerifyRecord
 from mamba_spec_jax.modes import ForwardMode
 from pallas_kernels.tree import ancestor_mask, earlier_parents
@@ -49,13 +49,24 @@ class ForwardBatch:
         kv_len: int | None = None,
         parents: Parents | None = None,
     ) -> "ForwardBatch":
-        """Rows of `width` columns over `cache`; `kv_len` None looks at the whole buffer."""
+        """Rows of `width` columns over `cache`; `kv_len` None looks at the whole buffer.
+
+        Tokens for which a row's slot has no room left are not real: the pass leaves them out.
+
+        Raises:
+            ValueError: while tracing, for a cache that still awaits the commit of an earlier pass, or arguments that
+                do not fit.
+        """
+        caller = f"ForwardBatch.create in mode {mode.name}"
+        require_cache(caller, cache)
+        cache.require_committed(caller)
+        require_array(f"{caller} got slots", slots, ("B",))
+        require_array(f"{caller} got num_tokens", num_tokens, slots.shape)
         kv_len = cache.max_len if kv_len is None else kv_len
         if not 0 < kv_len <= cache.max_len:
             raise ValueError(f"kv_len is {kv_len}, expected 1..{cache.max_len} (the cache's max_len)")
         lengths = gather_lengths(cache, slots)
-        exists = slot_index(slots, cache.slots) < cache.slots
-        num_tokens = jnp.where(exists, jnp.clip(num_tokens, 0, width), 0)
+        num_tokens = jnp.minimum(jnp.clip(num_tokens, 0, width), cache.room(slots)).astype(jnp.int32)
         if parents is None:
             positions = lengths[:, None] + jnp.arange(width, dtype=jnp.int32)
             return cls(slots, lengths, num_tokens, positions, mode, kv_len)

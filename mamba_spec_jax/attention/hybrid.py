@@ -1,13 +1,14 @@
 """Two backends, one selector: which child runs a pass also owns what that pass left to commit."""
 
 import inspect
+from typing import Any
 
 import flax.struct
 
 from mamba_spec_jax.array_types import Array, Rows
 from mamba_spec_jax.attention.base import AttentionBackend, ForwardBatch
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec
-from mamba_spec_jax.cache.records import VerifyRecord
+from mamba_spec_jax.cache.records import VerifyRecord, require_record
 from mamba_spec_jax.modes import ForwardMode, SpeculativeMode
 
 _COMMIT = "update_mamba_state_after_mtp_verify"
@@ -87,10 +88,14 @@ class HybridAttnBackend:
         last_correct_step_indices: Rows,
         mamba_track_indices: Rows | None = None,
         mamba_steps_to_track: Rows | None = None,
+        *,
+        validate: bool = False,
     ) -> HybridCache:
-        """The commit of the child that verified; see `HybridLinearAttnBackend`."""
+        """The commit of the child that verified; see `HybridLinearAttnBackend`. `validate` goes to it if set."""
+        require_record(_COMMIT, record)
+        options: dict[str, Any] = {"validate": True} if validate else {}
         return self.select(record.spec.mode).update_mamba_state_after_mtp_verify(
-            cache, record, last_correct_step_indices, mamba_track_indices, mamba_steps_to_track
+            cache, record, last_correct_step_indices, mamba_track_indices, mamba_steps_to_track, **options
         )
 
 
@@ -100,7 +105,9 @@ def _check_commit(name: str, child: object) -> None:
         raise TypeError(
             f"the {name} child, {type(child).__name__}, verifies but has no {_COMMIT}: it could never commit"
         )
-    parameters = tuple(inspect.signature(commit).parameters)
+    signature = inspect.signature(commit).parameters.values()
+    options = [each for each in signature if each.kind is each.KEYWORD_ONLY and each.default is not each.empty]
+    parameters = tuple(each.name for each in signature if each not in options)
     if parameters != _COMMIT_PARAMETERS:
         raise TypeError(
             f"the {name} child, {type(child).__name__}, has {_COMMIT}({', '.join(parameters)}), expected "

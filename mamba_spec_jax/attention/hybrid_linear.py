@@ -6,15 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Rows
+from mamba_spec_jax.array_types import Array, Rows, require_array
 from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.attention.recurrence import Recurrence
-from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, advance_lengths, gather_lengths
-from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
+from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, advance_lengths, gather_lengths, require_cache
+from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord, require_record
 from mamba_spec_jax.cache.tree import path_to
+from mamba_spec_jax.cache.validation import check_commit
 from mamba_spec_jax.modes import ForwardMode
 from pallas_kernels.order import available_after
+
+_COMMIT = "update_mamba_state_after_mtp_verify"
+_ATTENTION, _RECURRENT = "attention", "recurrence"
 
 
 @jax.tree_util.register_static
@@ -91,11 +95,17 @@ class HybridLinearAttnBackend:
             batch: the pass.
 
         Returns:
-            `[B, T, heads, head_dim]`, the cache and the record.
+            `[B, T, heads, head_dim]`, the cache and the record. After a verify pass the cache awaits its commit.
+
+        Raises:
+            ValueError: while tracing. The inputs are of another kind than the layer; the record is missing or of
+                another pass; the layer has run in this pass already; the cache awaits the commit of an earlier pass.
         """
         self._check_inputs(layer_id, inputs)
         if batch.mode is ForwardMode.IDLE:
             return self._idle_output(inputs), cache, record
+        kind = _ATTENTION if isinstance(inputs, AttentionInputs) else _RECURRENT
+        cache, record = _enter(layer_id, kind, cache, record, batch.mode)
         if isinstance(inputs, AttentionInputs):
             output, kv = self.full.forward(self.full_attn_layers.index(layer_id), inputs, cache.kv, batch)
             if record is not None and record.parents is not None and layer_id == self.full_attn_layers[-1]:
@@ -115,6 +125,8 @@ class HybridLinearAttnBackend:
         last_correct_step_indices: Rows,
         mamba_track_indices: Rows | None = None,
         mamba_steps_to_track: Rows | None = None,
+        *,
+        validate: bool = False,
     ) -> HybridCache:
         """Brings every row's recurrent state, convolution window and length to its accepted prefix.
 
@@ -123,37 +135,51 @@ class HybridLinearAttnBackend:
 
         Args:
             cache: as the verify pass returned it; donate it, and nothing is copied.
-            record: from that pass. One made by another backend, mode or strategy is refused while tracing.
-            last_correct_step_indices: `[B]` node of the last accepted token, accept_len - 1 on a chain. A row with a
-                negative node, a node past its real tokens or a slot out of range keeps its state.
+            record: from that pass. One made by another backend, mode or strategy is refused while tracing, and so is
+                a second commit.
+            last_correct_step_indices: `[B]` node of the last accepted token, accept_len - 1 on a chain. A row keeps
+                its state if its node is negative or past its real tokens (those for which its slot had room), if its
+                slot is out of range, or if that slot no longer holds as many tokens as when the record was made.
             mamba_track_indices: `[B]` slot that also receives a state, for a prefix cache; negative for none.
             mamba_steps_to_track: `[B]` node whose state goes there; required with the former.
+            validate: eager calls only: raise where a row would keep its state for any other reason than a node or slot
+                of -1, and where two rows name one slot.
 
         Raises:
-            ValueError: the record is another backend's, a shape does not fit, or tracking is half given.
+            ValueError: the record is another backend's, or not of the pass that the cache awaits the commit of; a
+                shape does not fit; tracking is half given.
         """
+        require_cache(_COMMIT, cache)
+        require_record(_COMMIT, record)
         owner = self._owner(record.spec.mode)
         if record.spec != owner:
             raise ValueError(
                 f"this record was made by {record.spec}, but the commit belongs to {owner}: commit with the backend "
-                "that ran the verify pass"
+                f"that ran the verify pass (they differ in {record.spec.differences(owner)})"
             )
+        self._require_pass(cache, record)
         if (mamba_track_indices is None) != (mamba_steps_to_track is None):
             raise ValueError(
                 "mamba_track_indices and mamba_steps_to_track go together: got "
                 f"{'only the steps' if mamba_track_indices is None else 'only the indices'}"
             )
-        rows = record.slots.shape
-        steps = _real_nodes(record, _indices("last_correct_step_indices", last_correct_step_indices, rows))
+        rows, held = record.slots.shape, gather_lengths(cache, record.slots)
+        nodes = {"last_correct_step_indices": last_correct_step_indices}
         track_slots = track_steps = None
-        if mamba_track_indices is not None and mamba_steps_to_track is not None:
+        if mamba_track_indices is not None:
             track_slots = _indices("mamba_track_indices", mamba_track_indices, rows)
-            track_steps = _real_nodes(record, _indices("mamba_steps_to_track", mamba_steps_to_track, rows))
-        pool = self.linear.commit(cache.mamba, record, steps, track_slots, track_steps)
+            nodes["mamba_steps_to_track"] = mamba_steps_to_track  # type: ignore[assignment]  # both came, or neither
+        nodes = {name: _indices(name, node, rows) for name, node in nodes.items()}
+        if validate:
+            check_commit(record, held, nodes)
+        steps, *tracked = (_real_nodes(record, held, node) for node in nodes.values())
+        if tracked:
+            (track_steps,) = tracked
+        pool = self.linear.commit(cache.mamba, record, steps, track_slots, track_steps, validate=validate)
         kv, counts = cache.kv, steps + 1
         if record.parents is not None:
             path = path_to(record.parents, steps, record.parents.shape[1])
-            kv = self.full.commit(kv, record.slots, gather_lengths(cache, record.slots), path)
+            kv = self.full.commit(kv, record.slots, held, path)
             counts = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
         lengths = advance_lengths(cache, record.slots, counts)
         return dataclasses.replace(cache, mamba=pool, kv=kv, lengths=lengths, awaiting_commit=False)
@@ -186,16 +212,54 @@ class HybridLinearAttnBackend:
             (*inputs.conv_inputs.shape[:2], self.linear.heads, self.linear.head_dim), inputs.conv_inputs.dtype
         )
 
+    def _require_pass(self, cache: HybridCache, record: VerifyRecord) -> None:
+        """Refuses a record that lacks layers, and a cache that no verify pass has left to a commit."""
+        expected = [(i, _ATTENTION) for i in self.full_attn_layers] + [(i, _RECURRENT) for i in self.linear_attn_layers]
+        missing = [f"layer {i}'s {kind}" for i, kind in expected if (i, kind) not in record.layers]
+        if missing:
+            raise ValueError(
+                f"{_COMMIT} got a record without {', '.join(missing)}: call forward in each layer, and pass the record "
+                "on that it returns"
+            )
+        if expected and not cache.awaiting_commit:
+            raise ValueError(
+                f"{_COMMIT} got a cache that awaits no commit: each verify pass is committed once, on the cache that "
+                "it returned"
+            )
+
     def _owner(self, mode: ForwardMode) -> RecordSpec:
         return RecordSpec(backend=self, mode=mode, strategy=self.linear.strategy)
 
 
+def _enter(
+    layer_id: int, kind: str, cache: HybridCache, record: VerifyRecord | None, mode: ForwardMode
+) -> tuple[HybridCache, VerifyRecord | None]:
+    """Cache and record as a layer may go on from them; refuses those that belong to another pass."""
+    caller = f"layer {layer_id} in mode {mode.name}"
+    require_cache(caller, cache)
+    if not mode.defers_state:
+        if record is not None:
+            raise ValueError(f"{caller} got a record, expected None: the pass advances the state itself")
+        cache.require_committed(caller)
+        return cache, None
+    record = require_record(caller, record)
+    if not record.layers:
+        cache.require_committed(caller)
+    elif not cache.awaiting_commit:
+        raise ValueError(
+            f"{caller} got a cache without the layers that the record has: pass on what the layer before returned"
+        )
+    if (layer_id, kind) in record.layers:
+        raise ValueError(f"{caller} has run its {kind} in this pass already: init_record begins another pass")
+    record = dataclasses.replace(record, layers=(*record.layers, (layer_id, kind)))
+    return dataclasses.replace(cache, awaiting_commit=True), record
+
+
 def _indices(name: str, value: Rows, rows: tuple[int, ...]) -> Rows:
-    if value.shape != rows or not jnp.issubdtype(value.dtype, jnp.integer):
-        raise ValueError(f"{name} is {value.dtype}{list(value.shape)}, expected int32{list(rows)}")
+    require_array(f"{_COMMIT} got {name}", value, rows)
     return value.astype(jnp.int32)
 
 
-def _real_nodes(record: VerifyRecord, nodes: Rows) -> Rows:
-    """The nodes at which a real token stands, -1 for all others."""
-    return jnp.where(nodes < record.num_tokens, jnp.maximum(nodes, -1), -1)
+def _real_nodes(record: VerifyRecord, held: Rows, nodes: Rows) -> Rows:
+    """The nodes at which a real token stands, -1 for all others, and in rows whose slot has moved on since."""
+    return jnp.where((nodes < record.num_tokens) & (held == record.lengths), jnp.maximum(nodes, -1), -1)

@@ -116,7 +116,7 @@ class Recurrence(abc.ABC):
                 )
             recurrent = spec.ring.zero_constants(L)
         conv_inputs = jnp.zeros((L, B, T, self.conv_channels), spec.conv_dtype)
-        return VerifyRecord(batch.slots, batch.num_tokens, recurrent, conv_inputs, owner, batch.parents)
+        return VerifyRecord(batch.slots, batch.num_tokens, batch.lengths, recurrent, conv_inputs, owner, batch.parents)
 
     def forward(
         self, index: int, inputs: Any, pool: MambaPool, record: VerifyRecord | None, batch: ForwardBatch
@@ -153,9 +153,13 @@ class Recurrence(abc.ABC):
         return y.astype(x.dtype), pool, record
 
     def commit(
-        self, pool: MambaPool, record: VerifyRecord, steps: Rows, track_slots: Rows | None, track_steps: Rows | None
-    ) -> MambaPool:
-        """Brings the live slots to node `steps[b]` and the tracked slots to node `track_steps[b]`; negative: none."""
+        self, pool: MambaPool, record: VerifyRecord, steps: Rows, track_slots: Rows | None, track_steps: Rows | None,
+        *, validate: bool = False,
+    ) -> MambaPool:  # fmt: skip
+        """Brings the live slots to node `steps[b]` and the tracked slots to node `track_steps[b]`; negative: none.
+
+        `validate` as of `state_commit`.
+        """
         if pool.ssm.shape[0] == 0:  # a model of attention alone
             return pool
         ring = pool.ring
@@ -171,6 +175,7 @@ class Recurrence(abc.ABC):
             track_slots=track_slots,
             track_steps=track_steps,
             implementation=self.implementation,
+            validate=validate,
         )
         if ring is None:
             return dataclasses.replace(pool, ssm=ssm if scatters else pool.ssm, conv=conv)

@@ -77,7 +77,10 @@ class PoolSpec:
 
     def __post_init__(self):
         for name in ("ssm_dtype", "conv_dtype", "kv_dtype"):
-            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+            dtype = jnp.dtype(getattr(self, name))
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(f"PoolSpec.{name} is {dtype}, expected a floating dtype such as float32 or bfloat16")
+            object.__setattr__(self, name, dtype)
         if self.conv_width < 2:
             raise ValueError(f"PoolSpec.conv_width is {self.conv_width}, expected at least 2: width 1 keeps no window")
 
@@ -142,8 +145,8 @@ class HybridCache:
         kv: keys and values; rows past a slot's length may hold anything.
         lengths: `[S]` committed tokens of each slot.
         max_len: M, tokens a slot has room for (static).
-        awaiting_commit: static; set by a verify pass and cleared by the commit, so that a step that forgets the
-            commit is refused while it is traced.
+        awaiting_commit: static; set by a backend's `forward` in a verify pass and cleared by the commit, so that a
+            step that forgets the commit, or commits twice, is refused while it is traced.
     """
 
     mamba: MambaPool
@@ -180,6 +183,11 @@ class HybridCache:
     def slots(self) -> int:
         return self.lengths.shape[0]
 
+    def room(self, slots: Rows) -> Rows:
+        """`[B]` tokens that can still be committed to each row's slot, 0 for padding rows."""
+        index = slot_index(slots, self.slots)
+        return jnp.maximum(self.max_len - self.lengths.at[index].get(mode="fill", fill_value=self.max_len), 0)
+
     def require_committed(self, caller: str) -> None:
         """Raises ValueError (while tracing) if a verify pass has not been committed."""
         if self.awaiting_commit:
@@ -187,6 +195,15 @@ class HybridCache:
                 f"{caller} got a cache that still awaits the commit of a verify pass: call "
                 "update_mamba_state_after_mtp_verify with that pass's record first"
             )
+
+
+def require_cache(caller: str, cache: Any) -> None:
+    """Raises ValueError (while tracing) for what is no cache."""
+    if not isinstance(cache, HybridCache):
+        raise ValueError(
+            f"{caller} got a cache of type {type(cache).__name__}, expected a HybridCache: what init_cache made, or "
+            "the last pass or commit returned"
+        )
 
 
 def gather_lengths(cache: HybridCache, slots: Rows) -> Rows:

@@ -1,16 +1,18 @@
 """What goes into a verify pass and what comes out of it."""
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Float, Parents, Rows, Tokens
+from mamba_spec_jax.array_types import Array, Float, Parents, Rows, Tokens, require_array
 from mamba_spec_jax.cache.pools import HybridCache
+from mamba_spec_jax.cache.tree import check_parents
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode
+from pallas_kernels.tree import earlier_parents
 
 
 @flax.struct.dataclass
@@ -19,7 +21,8 @@ class Draft:
 
     Attributes:
         tokens: `[B, T]`; column 0 is the root, the row's last emitted token, not yet in the cache.
-        lengths: `[B]` drafted tokens of each row, 0..T-1, the root not counted; columns past them are ignored.
+        lengths: `[B]` drafted tokens of each row, 0..T-1, the root not counted; columns past them are ignored. Numbers
+            out of that range count as the nearest in it.
         slots: `[B]` cache slot of each row, -1 for a padding row.
         probs: `[B, T-1, V]` the distribution each draft was drawn from, or None if drafts were chosen outright. On a
             tree, the drafter's distribution after the node's parent, from which siblings are drawn without replacement.
@@ -37,6 +40,24 @@ class Draft:
     def num_tokens(self) -> Rows:
         """`[B]` tokens the verify pass reads in each row, root included; 0 for padding rows."""
         return jnp.where(self.slots >= 0, jnp.clip(self.lengths, 0, self.tokens.shape[1] - 1) + 1, 0)
+
+    def within(self, vocab_size: int) -> "Draft":
+        """The draft without whatever a model of `vocab_size` tokens cannot read, which no acceptance could emit.
+
+        A chain ends before its first token outside the vocabulary; in a tree, such a node and all that hangs on it
+        are cut off. Lengths are brought to 0..T-1, and a parent that is not an earlier node becomes -1. The root is
+        left as it is: it is the text's last token, not a draft.
+        """
+        tokens = jnp.asarray(self.tokens, jnp.int32)
+        exists = ((tokens >= 0) & (tokens < vocab_size)).at[:, 0].set(True)
+        lengths = jnp.clip(self.lengths, 0, tokens.shape[1] - 1).astype(jnp.int32)
+        parents = self.parents
+        if parents is None:
+            leading = jnp.sum(jnp.cumprod(exists[:, 1:], axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+            lengths = jnp.minimum(lengths, leading)
+        else:
+            parents = jnp.where(exists, earlier_parents(parents), -1)
+        return dataclasses.replace(self, tokens=jnp.where(exists, tokens, 0), lengths=lengths, parents=parents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +77,10 @@ class RecordSpec:
     def __str__(self) -> str:
         return f"{self.backend} in {self.mode.name} with {self.strategy.name}"
 
+    def differences(self, other: "RecordSpec") -> str:
+        """Each field that the two have otherwise, as `name: this one's against the other's`."""
+        return "; ".join(f"{name}: {mine} against {theirs}" for name, mine, theirs in _differences(self, other, ""))
+
 
 @flax.struct.dataclass
 class VerifyRecord:
@@ -64,19 +89,24 @@ class VerifyRecord:
     Attributes:
         slots: `[B]` cache slot of each row, -1 for padding.
         num_tokens: `[B]` tokens that were real in each row; later nodes cannot be committed.
+        lengths: `[B]` tokens that each row's slot held before the pass; the commit leaves a slot that holds another
+            number alone, since the record is then not of its last pass.
         recurrent: what the strategy keeps. SNAPSHOT: `[L, B, T, H, P, N]` states. REPLAY, which has the inputs in the
             pool's ring: what of every layer's weights it takes to fold them.
         conv_inputs: `[L, B, T, C]` raw convolution inputs.
         spec: who made it (static).
         parents: `[B, T]` of the verified tree, None for a chain.
+        layers: what has been filled in so far (static): the id of a layer and which of its two kinds of inputs came.
     """
 
     slots: Rows
     num_tokens: Rows
+    lengths: Rows
     recurrent: Any
     conv_inputs: Float[jax.Array, "L B T C"]
     spec: RecordSpec = flax.struct.field(pytree_node=False)
     parents: Parents | None = None
+    layers: tuple[tuple[int, str], ...] = flax.struct.field(pytree_node=False, default=())
 
 
 @flax.struct.dataclass
@@ -94,3 +124,38 @@ class ModelOutput:
     cache: HybridCache
     record: VerifyRecord | None = None
     hidden: tuple[Array, ...] = ()
+
+
+def require_draft(caller: str, draft: Any) -> None:
+    """Raises ValueError (while tracing) for what is no draft, or one whose arrays do not fit each other."""
+    if not isinstance(draft, Draft):
+        raise ValueError(f"{caller} got a draft of type {type(draft).__name__}, expected a Draft")
+    require_array(f"{caller} got draft.tokens", draft.tokens, ("B", "T"))
+    batch, nodes = draft.tokens.shape
+    require_array(f"{caller} got draft.lengths", draft.lengths, (batch,))
+    require_array(f"{caller} got draft.slots", draft.slots, (batch,))
+    if draft.probs is not None:
+        require_array(f"{caller} got draft.probs", draft.probs, (batch, nodes - 1, "V"), "float32")
+    if draft.parents is not None:
+        check_parents(caller, draft.parents, (batch, nodes))
+
+
+def require_record(caller: str, record: Any) -> VerifyRecord:
+    """The record; raises ValueError (while tracing) unless it is what `init_record` made."""
+    if not isinstance(record, VerifyRecord):
+        raise ValueError(
+            f"{caller} got a record of type {type(record).__name__}, expected the VerifyRecord of the verify pass: "
+            "ModelOutput.record, or what init_record made and every layer's forward passed on"
+        )
+    return record
+
+
+def _differences(mine: Any, theirs: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    if mine == theirs:
+        return
+    if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
+        for field in dataclasses.fields(mine):
+            path = f"{name}.{field.name}" if name else field.name
+            yield from _differences(getattr(mine, field.name), getattr(theirs, field.name), path)
+    else:
+        yield name, mine, theirs

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_spec_jax.array_types import Int32, Parents, Rows
+from mamba_spec_jax.array_types import Int32, Parents, Rows, require_array
 from pallas_kernels.tree import ancestor_mask
 
 
@@ -51,11 +51,7 @@ def check_parents(caller: str, parents: Any, shape: tuple[int, ...]) -> None:
     Raises:
         ValueError: naming each node whose parent does not come before it.
     """
-    if parents.shape != shape or not jnp.issubdtype(parents.dtype, jnp.integer):
-        raise ValueError(
-            f"{caller} got parents {parents.dtype}{list(parents.shape)}, expected int32{list(shape)}: the parent of "
-            "each node of the verify, root included"
-        )
+    require_array(f"{caller} got parents", parents, shape)
     if isinstance(parents, jax.core.Tracer):
         return
     values = np.asarray(parents)

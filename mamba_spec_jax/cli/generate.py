@@ -27,6 +27,7 @@ from mamba_spec_jax.drafting import load_drafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import Generation
 from mamba_spec_jax.speculative.sampling import Filter, Greedy, Method, MinP, Sampling, TopK, TopP
+from mamba_spec_jax.speculative.stop import StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent, stream
 
 PromptArgument = Annotated[str | None, typer.Argument(help="What to continue; from stdin if left out or -.")]
@@ -105,9 +106,17 @@ def generate(
         return
     print()
     notes = Console(stderr=True)
+    if generation.reasons[0] is StopReason.NO_LOGITS:
+        notes.print(_NO_LOGITS, style="yellow", highlight=False)
     if notes.is_terminal:
         line = "{new_tokens} tokens in {passes} passes, {mean_acceptance_length:.2f} a pass ({stop_reason})"
         notes.print(line.format(**report), style="dim", highlight=False)
+
+
+_NO_LOGITS = (
+    "The text ends early, because the model's logits are not numbers: its weights are damaged, or too large for the "
+    "dtype, which --dtype changes."
+)
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:

@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_spec_jax.array_types import Array, Parents, Rows, Tokens
+from mamba_spec_jax.array_types import Parents, Rows, Tokens, require_array
 from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.attention.hybrid import HybridAttnBackend
 from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
 from mamba_spec_jax.cache.pools import HybridCache, advance_lengths
-from mamba_spec_jax.cache.records import Draft, ModelOutput
-from mamba_spec_jax.cache.tree import check_parents
+from mamba_spec_jax.cache.records import Draft, ModelOutput, require_draft
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.network import HybridLM, abstract_split
+from mamba_spec_jax.models.network import HybridLM, abstract_split, require_params
 from mamba_spec_jax.models.strategy import choose_strategy
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, ReplayRing, SpeculativeMode
 from pallas_kernels.dispatch import Implementation
@@ -150,7 +149,7 @@ class HybridModel:
             tokens: `[B, T]`; feed prompts in power-of-two chunks, each T is traced once.
             cache: donate it.
             slots: `[B]` slot of each row, -1 for padding.
-            num_tokens: `[B]` real tokens of each row, 0..T.
+            num_tokens: `[B]` real tokens of each row, 0..T. Tokens for which the slot has no room are not read.
             kv_len: cache positions attention looks at (static); None looks at all.
             mode: EXTEND, or DRAFT_EXTEND when a drafter catches up, or IDLE.
 
@@ -159,7 +158,7 @@ class HybridModel:
         """
         if mode.defers_state:
             raise ValueError(f"prefill got mode {mode.name}, expected EXTEND, DRAFT_EXTEND or IDLE")
-        lm, batch = self._begin("prefill", mode, params, tokens, cache, slots, num_tokens, kv_len)
+        lm, tokens, batch = self._begin("prefill", mode, params, tokens, cache, slots, num_tokens, kv_len)
         x, cache, _, hidden = lm(tokens, self.backend, cache, batch, self.hidden_layers)
         last = jnp.maximum(batch.num_tokens - 1, 0)[:, None, None]
         logits = lm.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
@@ -180,8 +179,9 @@ class HybridModel:
 
         Args:
             params: weights.
-            draft: the window, a chain or a tree. A tree's node is written T rows at most behind the committed ones,
-                whatever its depth: leave room for all of it.
+            draft: the window, a chain or a tree; drafts outside the vocabulary are left out, see `Draft.within`. A
+                tree's node is written T rows at most behind the committed ones, whatever its depth: leave room for
+                all of it. Nodes without room are not read, and cannot be committed.
             cache: donate it; keys and values past the committed length are written.
             kv_len: cache positions attention looks at (static); None looks at all.
             mode: TARGET_VERIFY, or DECODE for a window that the decode child must run.
@@ -191,11 +191,13 @@ class HybridModel:
         """
         if not mode.defers_state:
             raise ValueError(f"verify got mode {mode.name}, expected TARGET_VERIFY or DECODE")
-        lm, batch = self._begin(
+        require_draft("verify", draft)
+        draft = draft.within(self.vocab_size)
+        lm, tokens, batch = self._begin(
             "verify", mode, params, draft.tokens, cache, draft.slots, draft.num_tokens, kv_len, draft.parents
         )
-        x, cache, record, hidden = lm(draft.tokens, self.backend, cache, batch, self.hidden_layers)
-        return ModelOutput(lm.logits(x), dataclasses.replace(cache, awaiting_commit=True), record, hidden)
+        x, cache, record, hidden = lm(tokens, self.backend, cache, batch, self.hidden_layers)
+        return ModelOutput(lm.logits(x), cache, record, hidden)
 
     def decode(
         self, params: Any, tokens: Rows, cache: HybridCache, *, slots: Rows, kv_len: int | None = None
@@ -210,8 +212,10 @@ class HybridModel:
             kv_len: cache positions attention looks at (static).
 
         Returns:
-            `logits [B, V]` and the advanced cache.
+            `logits [B, V]` and the advanced cache. A row whose slot has no room stays as it is.
         """
+        require_array("decode got tokens", tokens, ("B",))
+        require_array("decode got slots", slots, tokens.shape)
         draft = Draft(tokens=tokens[:, None], lengths=jnp.zeros_like(slots), slots=slots)
         output = self.verify(params, draft, cache, kv_len=kv_len, mode=ForwardMode.DECODE)
         cache = self.backend.update_mamba_state_after_mtp_verify(
@@ -228,14 +232,17 @@ class HybridModel:
     def _begin(
         self, caller: str, mode: ForwardMode, params: Any, tokens: Tokens, cache: HybridCache,
         slots: Rows, num_tokens: Rows, kv_len: int | None, parents: Parents | None = None,
-    ) -> tuple[HybridLM, ForwardBatch]:  # fmt: skip
-        cache.require_committed(caller)
+    ) -> tuple[HybridLM, Tokens, ForwardBatch]:  # fmt: skip
+        require_array(f"{caller} got tokens", tokens, ("B", "T"))
+        require_array(f"{caller} got slots", slots, tokens.shape[:1])
+        require_array(f"{caller} got num_tokens", num_tokens, tokens.shape[:1])
+        if tokens.shape[1] < 1:
+            raise ValueError(f"{caller} got tokens {tokens.dtype}{list(tokens.shape)}, expected T of at least 1")
         self._require_room(cache.max_len)
-        _check_rows(caller, tokens, slots, num_tokens)
-        if parents is not None:
-            check_parents(caller, parents, tokens.shape)
+        require_params(caller, self.config, self.policy, params)
         batch = ForwardBatch.create(mode, cache, slots, num_tokens, tokens.shape[1], kv_len, parents)
-        return nnx.merge(self.graphdef, params), batch
+        # Columns of padding may hold anything, and an id outside the vocabulary would be embedded as NaN.
+        return nnx.merge(self.graphdef, params), jnp.where(batch.is_real, tokens, 0), batch
 
     def _require_room(self, max_len: int) -> None:
         if self.config.rope_theta is not None and self.config.rope_scaling is not None:
@@ -246,13 +253,3 @@ def _check_hidden_layers(hidden_layers: tuple[int, ...], config: HybridConfig) -
     unknown = [i for i in hidden_layers if not 0 <= i < len(config.layer_types)]
     if unknown:
         raise ValueError(f"hidden_layers {unknown} do not exist, expected 0..{len(config.layer_types) - 1}")
-
-
-def _check_rows(caller: str, tokens: Array, slots: Array, num_tokens: Array) -> None:
-    if tokens.ndim != 2 or tokens.shape[1] < 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"{caller} got tokens {tokens.dtype}{list(tokens.shape)}, expected int32[B, T] with T >= 1")
-    for name, value in (("slots", slots), ("num_tokens", num_tokens)):
-        if value.shape != tokens.shape[:1] or not jnp.issubdtype(value.dtype, jnp.integer):
-            raise ValueError(
-                f"{caller} got {name} {value.dtype}{list(value.shape)}, expected int32[{tokens.shape[0]}]: one a row"
-            )

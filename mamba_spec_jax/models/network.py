@@ -1,10 +1,12 @@
 """The flax modules of a hybrid language model: its layers, and their stack between embedding and output projection."""
 
+import functools
 import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mamba_spec_jax.array_types import Array, Hidden, Tokens
@@ -157,6 +159,32 @@ def abstract_split(config: HybridConfig, policy: DTypePolicy) -> tuple[Any, Any]
     # Only shapes matter, so one key serves all: a stream that counts its keys makes tracing quadratic in the layers.
     rngs: Any = types.SimpleNamespace(params=lambda: jax.random.key(0))
     return nnx.split(nnx.eval_shape(lambda: HybridLM(config, policy, rngs)))
+
+
+def require_params(caller: str, config: HybridConfig, policy: DTypePolicy, params: Any) -> None:
+    """Raises ValueError (while tracing) unless `params` has the weights of the model, by name and shape."""
+    expected, came = _expected_shapes(config, policy), _shapes(params)
+    problems = [
+        f"{name} is {came.get(name, 'missing')}, expected {expected.get(name, 'no such weight')}"
+        for name in dict.fromkeys([*expected, *came])
+        if expected.get(name) != came.get(name)
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(
+            f"{caller} got params of type {type(params).__name__} that are not this model's: "
+            f"{'; '.join(problems[:3])}{more}. Pass what load or init_params of the same configuration returned"
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _expected_shapes(config: HybridConfig, policy: DTypePolicy) -> dict[str, list[int]]:
+    return _shapes(abstract_split(config, policy)[1])
+
+
+def _shapes(params: Any) -> dict[str, list[int]]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path): list(np.shape(leaf)) for path, leaf in leaves}
 
 
 def norm_options(config: HybridConfig, policy: DTypePolicy) -> dict[str, Any]:

@@ -6,10 +6,21 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Bool, Float, Logits, Rows, Seeds, Tokens
-from mamba_spec_jax.cache.records import Draft
-from mamba_spec_jax.cache.tree import check_parents, path_to
-from mamba_spec_jax.speculative.rejection import residual
+from mamba_spec_jax.array_types import (
+    Array,
+    Bool,
+    Float,
+    Logits,
+    Parents,
+    RowFlags,
+    Rows,
+    Seeds,
+    Tokens,
+    require_array,
+)
+from mamba_spec_jax.cache.records import Draft, require_draft
+from mamba_spec_jax.cache.tree import path_to
+from mamba_spec_jax.speculative.rejection import drawn_from, residual
 from mamba_spec_jax.speculative.sampling import (
     Greedy,
     Method,
@@ -31,12 +42,15 @@ class AcceptResult:
     Attributes:
         tokens: `[B, T]`; the first `accept_lens[b]` are emitted: the accepted drafts, then one token of the target's
             own. Later columns are -1.
-        accept_lens: `[B]` emitted tokens, the target's own one included: 1..T, and 0 for padding rows.
+        accept_lens: `[B]` emitted tokens, the target's own one included: 1..T, and 0 for padding rows. One fewer in
+            rows that failed.
         last_correct_step_indices: `[B]` node whose state the commit keeps, `accept_lens - 1` on a chain; -1 for none.
         path: `[B, T]` node at which each emitted token was chosen, from the root on, -1 in later columns; None for a
             chain, where it is the column itself.
         logprobs: `[B, T]` float32 log-probability of each emitted token under the target's own distribution
             (temperature 1, no filters, nothing forbidden), 0 in later columns; None unless asked for.
+        failed: `[B]` rows with no token of the target's own: where their drafts end, its logits hold a NaN or +inf, or
+            are -inf for every token allowed. None for no such rows.
     """
 
     tokens: Tokens
@@ -44,6 +58,7 @@ class AcceptResult:
     last_correct_step_indices: Rows
     path: Tokens | None = None
     logprobs: Float[Array, "B T"] | None = None
+    failed: RowFlags | None = None
 
 
 def accept(
@@ -81,15 +96,19 @@ def accept(
 
     Of siblings with one token, the first counts.
 
-    Edges: the uniform draw is in [0, 1) and the test is `u q(d) < p(d)`, so p(d) = 0 is always rejected, p(d) >= q(d)
-    always accepted, and q(d) = 0 < p(d) accepted. A residual that rounds to zero everywhere falls back to p. A draft
-    outside the vocabulary is not accepted, nor is any that follows it. Rows at temperature 0 take the argmax walk under
-    either rule: p is then one at the argmax.
+    Edges: the uniform draw is in [0, 1) and the test is `u q(d) < p(d)`, so p(d) = 0 is always rejected and
+    p(d) >= q(d) always accepted. A residual that rounds to zero everywhere falls back to p. Rows at temperature 0 take
+    the argmax walk under either rule: p is then one at the argmax.
+
+    Whatever a draft holds, the tokens are the target's. A draft outside the vocabulary counts as not proposed, with all
+    that follow it (see `Draft.within`), and so does one that cannot have been drawn from its q: where q has a value
+    that is not finite or below zero, sums to something else than 1 (within 1 %), or is zero at the draft. Where drafts
+    end for these reasons, the token is that of sampling without drafts.
 
     Args:
         method: how tokens are chosen (static).
-        logits: `[B, T, V]` of the verify pass; node t scores the token after node t. At least one is finite at every
-            real node: NaN is not looked for, and a row of it chooses token 0.
+        logits: `[B, T, V]` of the verify pass; node t scores the token after node t. Nodes without a finite maximum
+            choose nothing: see `AcceptResult.failed`.
         draft: what was verified; drafts at or past a row's length are never accepted.
         seeds: `[B]` request seeds; `Sampling` only.
         positions: `[B, T]` absolute position of the token emitted at each node, which grows with the node's depth;
@@ -105,57 +124,71 @@ def accept(
     if not isinstance(method, Greedy | Sampling):
         raise ValueError(f"accept got method {method!r}, expected Greedy() or Sampling(...)")
     _check_shapes(logits, draft, seeds, positions, temperature, forbidden)
+    draft = draft.within(logits.shape[-1])
     walk, reject = (_walk, _reject) if draft.parents is None else (walk_tree, reject_tree)
+    allowed = mask_logits(logits, forbidden)
+    chooses = jnp.isfinite(jnp.max(allowed, axis=-1))
     if isinstance(method, Greedy):
-        best = jnp.argmax(mask_logits(logits, forbidden), axis=-1).astype(jnp.int32)
-        node, last = walk(draft, best, logits.shape[-1])
+        best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+        node, last = walk(draft, jnp.where(chooses, best, -1))
     elif seeds is None or positions is None or temperature is None:
         raise ValueError(f"accept with {method} needs seeds, positions and temperature: draws are seeded per request")
     else:
         log_p = filtered_log_probs(method, logits, temperature, forbidden)
+        log_p = jnp.where(chooses[..., None], log_p, -jnp.inf)
         if draft.probs is None:
             drawn = draw_tokens(draw_keys(seeds, positions, Purpose.TOKEN), log_p)
-            node, last = walk(draft, drawn, logits.shape[-1])
+            node, last = walk(draft, jnp.where(chooses, drawn, -1))
         else:
             node, last = reject(draft, log_p, seeds, positions)
-    result = _emit_chain(draft, node, last) if draft.parents is None else _emit_path(draft, node, last)
+    failed = (draft.slots >= 0) & ~jnp.take_along_axis(chooses, node[:, None], axis=1)[:, 0]
+    result = (_emit_chain if draft.parents is None else _emit_path)(draft, node, last, failed)
     return dataclasses.replace(result, logprobs=_own_log_probs(logits, result)) if with_logprobs else result
 
 
-def _emit_chain(draft: Draft, accepted: Rows, last: Rows) -> AcceptResult:
-    accept_lens = jnp.where(draft.slots >= 0, accepted + 1, 0)
+def _emit_chain(draft: Draft, accepted: Rows, last: Rows, failed: RowFlags) -> AcceptResult:
+    accept_lens = jnp.where(draft.slots >= 0, accepted + 1 - failed.astype(jnp.int32), 0)
     nodes = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
     following = jnp.concatenate([draft.tokens[:, 1:], last[:, None]], axis=1)
     tokens = jnp.where(nodes == accepted[:, None], last[:, None], following)
     emitted = nodes < accept_lens[:, None]
-    return AcceptResult(jnp.where(emitted, tokens, -1), accept_lens, accept_lens - 1)
+    return AcceptResult(jnp.where(emitted, tokens, -1), accept_lens, accept_lens - 1, failed=failed)
 
 
-def _emit_path(draft: Draft, node: Rows, last: Rows) -> AcceptResult:
-    node = jnp.where(draft.slots >= 0, node, -1)
-    path = path_to(draft.parents, node, draft.tokens.shape[1])  # type: ignore[arg-type]  # a tree has parents
-    accept_lens = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
+def _emit_path(draft: Draft, node: Rows, last: Rows, failed: RowFlags) -> AcceptResult:
+    parents: Parents = draft.parents  # type: ignore[assignment]  # a tree has parents
+    above = jnp.take_along_axis(parents, node[:, None], axis=1)[:, 0]
+    path = path_to(parents, jnp.where(draft.slots >= 0, node, -1), draft.tokens.shape[1])
     accepted = jnp.take_along_axis(draft.tokens, jnp.maximum(path[:, 1:], 0), axis=1)
     following = jnp.concatenate([accepted, last[:, None]], axis=1)
     columns = jnp.arange(path.shape[1], dtype=jnp.int32)
-    tokens = jnp.where(columns == accept_lens[:, None] - 1, last[:, None], following)
-    return AcceptResult(jnp.where(path >= 0, tokens, -1), accept_lens, node, path)
+    reached = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
+    tokens = jnp.where(columns == reached[:, None] - 1, last[:, None], following)
+    accept_lens = jnp.where(draft.slots >= 0, reached - failed.astype(jnp.int32), 0)
+    emitted = columns < accept_lens[:, None]
+    return AcceptResult(
+        tokens=jnp.where(emitted, tokens, -1),
+        accept_lens=accept_lens,
+        last_correct_step_indices=jnp.where(draft.slots >= 0, jnp.where(failed, above, node), -1),
+        path=jnp.where(emitted, path, -1),
+        failed=failed,
+    )
 
 
-def _walk(draft: Draft, targets: Tokens, vocab: int) -> tuple[Rows, Rows]:
+def _walk(draft: Draft, targets: Tokens) -> tuple[Rows, Rows]:
     """Accepts drafts while they are the target's own tokens; the next of those is the last one emitted."""
-    real = _real_drafts(draft, vocab)
+    real = _proposed(draft)
     accepted = _leading(real & (draft.tokens[:, 1:] == targets[:, :-1]))
     return accepted, jnp.take_along_axis(targets, accepted[:, None], axis=1)[:, 0]
 
 
 def _reject(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) -> tuple[Rows, Rows]:
     """Rejection sampling of drafts drawn from `q`; one token is drawn per row, at the node where its drafts end."""
-    real = _real_drafts(draft, log_p.shape[-1])
-    q = draft.probs.astype(jnp.float32)  # type: ignore[union-attr]  # the caller has looked
-    drafts = jnp.where(real, draft.tokens[:, 1:], 0)[..., None]
+    q = drawn_from(draft.probs)  # type: ignore[arg-type]  # the caller has looked
+    drafts = draft.tokens[:, 1:, None]
     p_draft = jnp.exp(jnp.take_along_axis(log_p[:, :-1], drafts, axis=2)[..., 0])
     q_draft = jnp.take_along_axis(q, drafts, axis=2)[..., 0]
+    real = jnp.cumprod(_proposed(draft) & (q_draft > 0), axis=1, dtype=jnp.int32).astype(bool)
     uniforms = draw_uniforms(draw_keys(seeds, positions[:, :-1], Purpose.ACCEPT))
     accepted = _leading(real & (uniforms * q_draft < p_draft))
 
@@ -168,11 +201,8 @@ def _reject(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) -> tup
     return accepted, draw_tokens(keys, weights)
 
 
-def _real_drafts(draft: Draft, vocab: int) -> Bool[Array, "B K"]:
-    """The drafts of each row, up to the first one outside the vocabulary."""
-    drafts = draft.tokens[:, 1:]
-    proposed = jnp.arange(drafts.shape[1], dtype=jnp.int32) < draft.lengths[:, None]
-    return jnp.cumprod(proposed & (drafts >= 0) & (drafts < vocab), axis=1, dtype=jnp.int32).astype(bool)
+def _proposed(draft: Draft) -> Bool[Array, "B K"]:
+    return jnp.arange(draft.tokens.shape[1] - 1, dtype=jnp.int32) < draft.lengths[:, None]
 
 
 def _leading(flags: Bool[Array, "B K"]) -> Rows:
@@ -192,21 +222,17 @@ def _own_log_probs(logits: Logits, result: AcceptResult) -> Float[Array, "B T"]:
 
 
 def _check_shapes(logits, draft, seeds, positions, temperature, forbidden) -> None:
-    if logits.ndim != 3:
-        raise ValueError(f"accept got logits of shape {logits.shape}, expected [B, T, V]")
+    require_array("accept got logits", logits, ("B", "T", "V"), "float32")
     batch, nodes, vocab = logits.shape
-    expected = {
-        "draft.tokens": (draft.tokens, (batch, nodes)),
-        "draft.lengths": (draft.lengths, (batch,)),
-        "draft.slots": (draft.slots, (batch,)),
-        "draft.probs": (draft.probs, (batch, nodes - 1, vocab)),
-        "seeds": (seeds, (batch,)),
-        "positions": (positions, (batch, nodes)),
-        "temperature": (temperature, (batch,)),
-        "forbidden": (forbidden, (batch, nodes, vocab)),
+    require_draft("accept", draft)
+    require_array("accept got draft.tokens", draft.tokens, (batch, nodes))
+    optional = {
+        "draft.probs": (draft.probs, (batch, nodes - 1, vocab), "float32"),
+        "seeds": (seeds, (batch,), "int32"),
+        "positions": (positions, (batch, nodes), "int32"),
+        "temperature": (temperature, (batch,), "float32"),
+        "forbidden": (forbidden, (batch, nodes, vocab), "bool"),
     }
-    for name, (value, shape) in expected.items():
-        if value is not None and value.shape != shape:
-            raise ValueError(f"accept got {name} of shape {value.shape}, expected {shape} to go with the logits")
-    if draft.parents is not None:
-        check_parents("accept", draft.parents, (batch, nodes))
+    for name, (value, shape, kind) in optional.items():
+        if value is not None:
+            require_array(f"accept got {name}", value, shape, kind)

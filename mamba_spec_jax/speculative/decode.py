@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from mamba_spec_jax.array_types import Array, Float, Int32, RowFlags, Rows, Seeds, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft, ModelOutput
-from mamba_spec_jax.cache.tree import check_parents, depths
+from mamba_spec_jax.cache.tree import depths
 from mamba_spec_jax.modes import ForwardMode
 from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
-from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal, SpeculativeModel
+from mamba_spec_jax.speculative.drafts import propose, require_fitting, to_draft, update_drafter
+from mamba_spec_jax.speculative.protocol import Drafter, Progress, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import Method, TokenChoice
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, limit_accept
 
@@ -98,12 +99,18 @@ class DecodeState:
     @property
     def active(self) -> RowFlags:
         """`[B]` rows that still decode."""
-        return (self.reasons == StopReason.NONE.value) & (self.requests.slots >= 0)
+        exists = (self.requests.slots >= 0) & (self.requests.slots < self.cache.slots)
+        return (self.reasons == StopReason.NONE.value) & exists
 
     @property
     def new_tokens(self) -> Rows:
         """`[B]` tokens emitted so far."""
         return self.lengths - self.prompt_lengths
+
+    @property
+    def room(self) -> Rows:
+        """`[B]` tokens that each row may still emit before its cache slot, or its row of `tokens`, is full."""
+        return jnp.minimum(self.cache.room(self.requests.slots), self.tokens.shape[1] - self.lengths)
 
 
 def speculative_decode_step(
@@ -119,7 +126,8 @@ def speculative_decode_step(
     """Drafts up to `num_drafts` tokens a row, verifies them in one pass, and commits exactly what was accepted.
 
     Pure, for your own `jax.jit`: make `model`, `drafter`, `method` and `num_drafts` static, and donate `state`.
-    Nothing is emitted or committed past a stop; finished rows change nothing.
+    Nothing is emitted or committed past a stop; finished rows change nothing. Whatever the drafter proposes, the tokens
+    are the target's: see `drafts.to_draft` and `accept`.
 
     Args:
         model: target.
@@ -132,7 +140,8 @@ def speculative_decode_step(
         drafter_params: the drafter's weights, if it has any.
 
     Raises:
-        ValueError: while tracing, if the model's or the drafter's commit was left out, or shapes disagree.
+        ValueError: while tracing, if the model's or the drafter's commit was left out, or what the drafter returns is
+            of another type, shape or dtype than `Drafter` asks for.
     """
     require_fitting(drafter, model)
     requests = state.requests
@@ -144,8 +153,17 @@ def speculative_decode_step(
             f"{state.statistics.histogram.shape[1] - 1}: pass max_drafts to init_decode"
         )
     remaining = requests.max_new - state.new_tokens
-    proposal = propose(drafter, drafter_params, state, method, num_drafts)
-    draft = _draft(state, proposal, active, jnp.minimum(requests.draft_limit, remaining - 1))
+    room = state.room
+    choose = TokenChoice(requests.seeds, requests.temperature, method, model.vocab_size)
+    proposal = propose(drafter, drafter_params, state.drafter, state.tokens, state.lengths, choose, num_drafts)
+    draft = to_draft(
+        proposal,
+        root=jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1),
+        slots=jnp.where(active, requests.slots, -1),
+        depth_limit=jnp.minimum(requests.draft_limit, remaining - 1),
+        node_limit=room - 1,
+        vocab_size=model.vocab_size,
+    )
 
     output = model.verify(params, draft, state.cache)
     if output.record is None:
@@ -164,14 +182,15 @@ def speculative_decode_step(
         forbidden=forbidden,
         with_logprobs=state.logprobs is not None,
     )
-    outcome = limit_accept(result, stops, state.stop_states, remaining)
+    outcome = limit_accept(result, stops, state.stop_states, remaining, room)
     result = outcome.result
 
     cache = model.backend.update_mamba_state_after_mtp_verify(
         output.cache, output.record, result.last_correct_step_indices
     )
-    drafter_state = drafter.update(drafter_params, proposal.state, _progress(draft, output, result))
-    _require_commits(cache, drafter_state)
+    progress = _progress(draft, output, result)
+    drafter_state = update_drafter(drafter, drafter_params, proposal.state, progress, before=state.drafter)
+    cache.require_committed("speculative_decode_step")
     return dataclasses.replace(
         state,
         cache=cache,
@@ -237,50 +256,6 @@ def decode_until_finished(
     return jax.lax.while_loop(goes_on, step, (state, jnp.int32(0)))[0]
 
 
-def propose(drafter: Drafter, drafter_params: Any, state: DecodeState, method: Method, num_drafts: int) -> Proposal:
-    """What the drafter says next, its shapes checked; nothing for `num_drafts = 0`."""
-    B = state.lengths.shape[0]
-    if not 0 <= num_drafts <= drafter.max_drafts:
-        raise ValueError(
-            f"{type(drafter).__name__} was asked for num_drafts={num_drafts}, expected 0..{drafter.max_drafts} "
-            "(its max_drafts)"
-        )
-    if num_drafts == 0:
-        return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B,), jnp.int32), state.drafter)
-    choose = TokenChoice(state.requests.seeds, state.requests.temperature, method)
-    proposal = drafter.propose(drafter_params, state.drafter, state.tokens, state.lengths, choose, num_drafts)
-    if proposal.tokens.shape != (B, num_drafts) or proposal.lengths.shape != (B,):
-        raise ValueError(
-            f"{type(drafter).__name__}.propose returned tokens {proposal.tokens.shape} and lengths "
-            f"{proposal.lengths.shape}, expected {(B, num_drafts)} and {(B,)}"
-        )
-    if (proposal.parents is not None) is not drafter.proposes_trees:
-        raise ValueError(
-            f"{type(drafter).__name__}.propose returned {'no ' if proposal.parents is None else ''}parents, but its "
-            f"proposes_trees is {drafter.proposes_trees}: a tree needs more room in the cache"
-        )
-    if proposal.parents is not None:
-        check_parents(f"{type(drafter).__name__}.propose", proposal.parents, (B, num_drafts + 1))
-    return proposal
-
-
-def _draft(state: DecodeState, proposal: Proposal, active: RowFlags, limit: Rows) -> Draft:
-    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    most, parents = jnp.maximum(limit, 0), proposal.parents
-    if parents is not None:
-        # A node too deep to be accepted is cut off, and nodes without room for their keys are left out: node t is
-        # written t rows behind the root, whatever its depth.
-        parents = jnp.where(depths(parents) <= limit[:, None], parents, -1)
-        most = jnp.where(limit > 0, state.cache.max_len - state.lengths, 0)
-    return Draft(
-        tokens=jnp.concatenate([root, proposal.tokens.astype(jnp.int32)], axis=1),
-        lengths=jnp.where(active, jnp.clip(proposal.lengths, 0, most), 0),
-        slots=jnp.where(active, state.requests.slots, -1),
-        probs=proposal.probs,
-        parents=parents,
-    )
-
-
 def _progress(draft: Draft, output: ModelOutput, result: AcceptResult) -> Progress:
     """The accepted path, as a drafter follows it."""
     tokens, hidden = draft.tokens, output.hidden
@@ -289,33 +264,6 @@ def _progress(draft: Draft, output: ModelOutput, result: AcceptResult) -> Progre
         tokens = jnp.take_along_axis(tokens, path, axis=1)
         hidden = tuple(jnp.take_along_axis(layer, path[..., None], axis=1) for layer in hidden)
     return Progress(tokens, result.tokens, hidden, result.accept_lens, ForwardMode.TARGET_VERIFY)
-
-
-def require_fitting(drafter: Drafter, model: SpeculativeModel) -> None:
-    """Raises ValueError (while tracing) if the target does not return what the drafter reads, or has other tokens."""
-    if drafter.hidden_layers and drafter.hidden_layers != model.hidden_layers:
-        raise ValueError(
-            f"{type(drafter).__name__} reads the target's hidden states of layers {drafter.hidden_layers}, but the "
-            f"target returns those of {model.hidden_layers}: build it with hidden_layers={drafter.hidden_layers}"
-        )
-    vocab_size = getattr(drafter, "vocab_size", None)
-    if vocab_size is not None and vocab_size != model.vocab_size:
-        raise ValueError(
-            f"{type(drafter).__name__} has a vocabulary of {vocab_size} tokens, but the target one of "
-            f"{model.vocab_size}: draft with a model of the same tokenizer"
-        )
-
-
-def _require_commits(cache: HybridCache, drafter_state: Any) -> None:
-    """A verify pass whose commit was left out shows in the cache's static flag, the target's and the drafter's."""
-    cache.require_committed("speculative_decode_step")
-
-    def is_cache(node):
-        return isinstance(node, HybridCache)
-
-    for node in jax.tree.leaves(drafter_state, is_leaf=is_cache):
-        if is_cache(node):
-            node.require_committed("speculative_decode_step, after the drafter's update,")
 
 
 def _append(buffer: Array, lengths: Rows, window: Array, counts: Rows) -> Array:

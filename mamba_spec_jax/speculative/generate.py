@@ -15,12 +15,13 @@ import numpy as np
 from mamba_spec_jax.array_types import Array, Int32, Parents, RowFlags, Rows, Tokens
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.cache.tree import depths
-from mamba_spec_jax.speculative.decode import DecodeState, Statistics, decode_steps, decode_until_finished, propose
+from mamba_spec_jax.speculative.decode import DecodeState, Statistics, decode_steps, decode_until_finished
 from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
+from mamba_spec_jax.speculative.drafts import propose, require_drafter
 from mamba_spec_jax.speculative.prompts import init_decode
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
-from mamba_spec_jax.speculative.sampling import Greedy, Method
+from mamba_spec_jax.speculative.sampling import Greedy, Method, TokenChoice
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
 from mamba_spec_jax.speculative.tree_acceptance import walk_tree
 
@@ -145,6 +146,7 @@ def resolve_drafting(drafter: Drafter | None, depth: int | str | DepthPolicy | N
     if drafter is None:
         fixed = depth if isinstance(depth, int) else getattr(depth, "max_drafts", _DEFAULT_DRAFTS)
         drafter = NgramDrafter(fixed)
+    require_drafter(drafter)
     policy: DepthPolicy
     if depth is None or isinstance(depth, int):
         policy = FixedDepth(drafter.max_drafts if depth is None else depth)
@@ -238,7 +240,8 @@ def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, 
         return loop(model, params, state, drafter, method, num_drafts, stops, num_steps, drafter_params)
 
     def look_and_decode(state, _):
-        proposal = propose(drafter, drafter_params, state, method, max_drafts)
+        choose = TokenChoice(state.requests.seeds, state.requests.temperature, method, model.vocab_size)
+        proposal = propose(drafter, drafter_params, state.drafter, state.tokens, state.lengths, choose, max_drafts)
         counts = jnp.where(state.active, proposal.lengths, -1)
         return decode(state, num_steps // looks), (proposal.tokens, proposal.parents, counts, state.lengths)
 
@@ -291,7 +294,7 @@ def _foreseen(drafts: Tokens, parents: Parents | None, counts: Rows, starts: Row
         depth = depths(parents)
         targets = jnp.take_along_axis(state.tokens, jnp.minimum(starts[:, None] + depth, state.tokens.shape[1] - 1), 1)
         draft = Draft(jnp.pad(drafts, ((0, 0), (1, 0))), counts, state.requests.slots, parents=parents)
-        node, _ = walk_tree(draft, targets, jnp.iinfo(jnp.int32).max)
+        node, _ = walk_tree(draft, targets)
         reached = jnp.take_along_axis(depth, node[:, None], axis=1)[:, 0]
         return jnp.where(counts < 0, -1, jnp.minimum(reached, decoded))
     following = _window(state.tokens, starts, drafts.shape[1])

@@ -11,7 +11,8 @@ import numpy as np
 from mamba_spec_jax.array_types import Rows
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.modes import ForwardMode
-from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics, require_fitting
+from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics
+from mamba_spec_jax.speculative.drafts import require_fitting, update_drafter
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, SpeculativeModel
 from mamba_spec_jax.speculative.stop import StopReason
 
@@ -125,7 +126,7 @@ def _prefill_chunk(model, params, window, cache, slots, num_tokens, drafter, dra
     tokens, following = window[:, :-1], window[:, 1:]
     output = model.prefill(params, tokens, cache, slots=slots, num_tokens=num_tokens)
     progress = Progress(tokens, following, output.hidden, num_tokens, ForwardMode.EXTEND)
-    return output.cache, drafter.update(drafter_params, drafter_state, progress)
+    return output.cache, update_drafter(drafter, drafter_params, drafter_state, progress, before=drafter_state)
 
 
 _prefill = jax.jit(_prefill_chunk, static_argnums=(0, 6), donate_argnums=(3, 8))

@@ -195,19 +195,22 @@ class TokenChoice:
         method: static.
         seeds: `[B]`.
         temperature: `[B]`.
+        vocab_size: V of the target (static); tokens of a drafter's own beyond it are never chosen. None for any.
     """
 
     seeds: Seeds
     temperature: Float[Array, "B"]
     method: Method = flax.struct.field(pytree_node=False)
+    vocab_size: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def scores(self, logits: Float[Array, "B *N V"], positions: Int32[Array, "B *N"]) -> Float[Array, "B *N V"]:
         """What the likeliest choices are largest in; the choice itself is the argmax.
 
         Args:
-            logits: `[B, ..., V]`.
+            logits: `[B, ..., V]`, or more where the drafter's vocabulary is padded.
             positions: `[B, ...]` absolute position of the token that is chosen.
         """
+        logits = logits[..., : self.vocab_size]
         if isinstance(self.method, Greedy):
             return mask_logits(logits, None)
         log_probs = filtered_log_probs(self.method, logits, self.temperature)

@@ -21,6 +21,8 @@ class StopReason(enum.IntEnum):
     EOS = 1
     STOP_STRING = 2
     MAX_NEW = 3
+    NO_ROOM = 4  # its cache slot, or its row of tokens, is full
+    NO_LOGITS = 5  # the target chooses no token: a logit is NaN or +inf, or all are -inf
 
 
 @flax.struct.dataclass
@@ -165,38 +167,48 @@ class StopOutcome:
     reasons: Rows
 
 
-def limit_accept(result: AcceptResult, stops: StopConditions, states: Rows, remaining: Rows) -> StopOutcome:
-    """Cuts each row at its first end-of-sequence token, completed stop string or the end of its budget.
+def limit_accept(
+    result: AcceptResult, stops: StopConditions, states: Rows, remaining: Rows, room: Rows | None = None
+) -> StopOutcome:
+    """Cuts each row at its first end-of-sequence token, completed stop string, or the end of its budget or room.
 
     The token that stops a row is still emitted, and its state kept; the text of a stop string is cut on the host, by
-    `text.cut_at_stop`. A row without budget emits nothing and stops with MAX_NEW; a padding row never stops.
+    `text.cut_at_stop`. A row without budget or room emits nothing and stops with MAX_NEW or NO_ROOM, one that failed
+    stops with NO_LOGITS after its accepted drafts; a padding row never stops.
 
     Args:
         result: what the acceptance emitted.
         stops: the conditions.
         states: `[B]` states of the stop strings before this step.
         remaining: `[B]` tokens each row may still emit.
+        room: `[B]` tokens that the cache and the text still hold of each row; None for no such limit.
     """
     lengths = result.accept_lens
+    failed = jnp.zeros(lengths.shape, bool) if result.failed is None else result.failed
     columns = jnp.arange(result.tokens.shape[1], dtype=jnp.int32)
     first_eos = _first(stops.is_eos(result.tokens), columns < lengths[:, None])
     first_match = jnp.full_like(first_eos, columns.size)
     if stops.automaton is not None:
         first_match, states = stops.automaton.advance(states, result.tokens, lengths)
     at = jnp.minimum(jnp.minimum(first_eos, first_match), remaining - 1)
-    finished = (lengths > 0) & (at < lengths)
-    reasons = jnp.where(
-        at == first_eos,
-        StopReason.EOS.value,
-        jnp.where(at == first_match, StopReason.STOP_STRING.value, StopReason.MAX_NEW.value),
-    )
-    kept = jnp.where(finished, jnp.maximum(at + 1, 0), lengths)
+    if room is not None:
+        at = jnp.minimum(at, room - 1)
+    stopped = ((lengths > 0) | failed) & (at < lengths)
+    finished = stopped | failed
+    ordered = {
+        StopReason.NO_LOGITS: ~stopped,
+        StopReason.EOS: at == first_eos,
+        StopReason.STOP_STRING: at == first_match,
+        StopReason.MAX_NEW: at == remaining - 1,
+    }
+    reasons = jnp.select(list(ordered.values()), [jnp.int32(each) for each in ordered], jnp.int32(StopReason.NO_ROOM))
+    kept = jnp.where(stopped, jnp.maximum(at + 1, 0), lengths)
     emitted = columns < kept[:, None]
     cut = dataclasses.replace(
         result,
         tokens=jnp.where(emitted, result.tokens, -1),
         accept_lens=kept,
-        last_correct_step_indices=jnp.where(finished, _node(result.path, kept - 1), result.last_correct_step_indices),
+        last_correct_step_indices=jnp.where(stopped, _node(result.path, kept - 1), result.last_correct_step_indices),
         path=None if result.path is None else jnp.where(emitted, result.path, -1),
         logprobs=None if result.logprobs is None else jnp.where(emitted, result.logprobs, 0.0),
     )

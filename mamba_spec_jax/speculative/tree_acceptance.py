@@ -5,25 +5,24 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Bool, Float, Logits, Parents, Rows, Seeds, Tokens
 from mamba_spec_jax.cache.records import Draft
-from mamba_spec_jax.speculative.rejection import normalised, residual, without
+from mamba_spec_jax.speculative.rejection import drawn_from, normalised, residual, without
 from mamba_spec_jax.speculative.sampling import Purpose, draw_keys, draw_tokens, draw_uniforms
 from pallas_kernels.tree import ancestor_mask, earlier_parents
 
 
-def walk_tree(draft: Draft, targets: Tokens, vocab: int) -> tuple[Rows, Rows]:
+def walk_tree(draft: Draft, targets: Tokens) -> tuple[Rows, Rows]:
     """Goes from the root to the child that carries the target's own token, for as long as there is one.
 
     Args:
         draft: with `parents`.
-        targets: `[B, T]` the token that the target chooses after each node.
-        vocab: V (static).
+        targets: `[B, T]` the token that the target chooses after each node, -1 where it cannot choose one.
 
     Returns:
         `[B]` the last node reached, and the `[B]` target's token after it.
     """
     parents = earlier_parents(draft.parents)  # type: ignore[arg-type]  # the caller has looked
     wanted = jnp.take_along_axis(targets, jnp.maximum(parents, 0), axis=1)
-    right = _candidates(draft, parents, vocab) & (draft.tokens == wanted)
+    right = _candidates(draft, parents) & (draft.tokens == wanted)
     right = right.at[:, 0].set(True)
     # A node is reached if its whole path is right. At most one child of a node is, so these nodes are one path.
     reached = ~jnp.any(ancestor_mask(parents) & ~right[:, None], axis=-1)
@@ -52,16 +51,18 @@ def reject_tree(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) ->
         As `walk_tree`.
     """
     parents = earlier_parents(draft.parents)  # type: ignore[arg-type]  # the caller has looked
-    candidates = _candidates(draft, parents, log_p.shape[-1])
-    tokens = jnp.where(candidates, draft.tokens, 0)
+    probs = drawn_from(draft.probs)  # type: ignore[arg-type]  # the caller has looked
+    tokens = draft.tokens
+    drawn = jnp.take_along_axis(probs, tokens[:, 1:, None], axis=2)[..., 0] > 0
+    candidates = _candidates(draft, parents) & jnp.pad(drawn, ((0, 0), (1, 0)))
     uniforms = _sibling_uniforms(parents, seeds, positions)
-    probs = draft.probs.astype(jnp.float32)  # type: ignore[union-attr]  # the caller has looked
 
     def test(carry, node):
         current, p, q, untested = carry
         token = tokens[:, node]
         tested = candidates[:, node] & (parents[:, node] == current)
         q = _select(tested & untested, probs[:, node - 1], q)
+        tested &= _at(q, token) > 0  # or it cannot have been drawn after the siblings before it
         accepted = tested & (uniforms[:, node] * _at(q, token) < _at(p, token))
         rejected = tested & ~accepted
         rest = _select(rejected, normalised(residual(p, q)), p)
@@ -84,11 +85,10 @@ def reject_tree(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) ->
     return node, draw_tokens(draw_keys(seeds, at_node(positions), Purpose.TOKEN), weights)
 
 
-def _candidates(draft: Draft, parents: Parents, vocab: int) -> Bool[Array, "B T"]:
-    """The nodes that may be accepted: drafted, in the vocabulary, and the first of their siblings with their token."""
+def _candidates(draft: Draft, parents: Parents) -> Bool[Array, "B T"]:
+    """The nodes that may be accepted: drafted, and the first of their siblings with their token."""
     nodes = jnp.arange(parents.shape[1], dtype=jnp.int32)
-    drafted = (nodes <= draft.lengths[:, None]) & (parents >= 0)
-    usable = drafted & (draft.tokens >= 0) & (draft.tokens < vocab)
+    usable = (nodes <= draft.lengths[:, None]) & (parents >= 0)
     siblings = (parents[:, :, None] == parents[:, None]) & (nodes[:, None] > nodes)  # [B, T, T], earlier ones
     repeated = siblings & (draft.tokens[:, :, None] == draft.tokens[:, None]) & usable[:, None]
     return usable & ~jnp.any(repeated, axis=-1)

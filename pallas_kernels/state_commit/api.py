@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import Indices, check_indices, check_leaves, check_parents, pair_leaves
@@ -68,6 +69,12 @@ def state_commit(
     conv_leaves, conv_tree = pair_leaves(_OP, "conv", conv, "conv_inputs", conv_inputs)
     extent = check_leaves(_OP, "ssm", "ssm_states", ssm_leaves, None)
     extent = check_leaves(_OP, "conv", "conv_inputs", conv_leaves, extent, windows=True)
+    for leaf in conv_leaves:
+        if not (jnp.issubdtype(leaf.dst.dtype, jnp.integer) or jnp.issubdtype(leaf.dst.dtype, jnp.floating)):
+            raise ValueError(
+                f"{_OP}: conv{leaf.path} is {leaf.dst.dtype}, expected a floating or integer dtype: the inputs of a "
+                "convolution are real numbers"
+            )
     if extent is None:
         raise ValueError(f"{_OP}: ssm and conv have no leaves; expected at least one [L, S, ...] array")
     indices = check_indices(_OP, extent, slots, steps, rows, track_slots, track_steps)

@@ -84,6 +84,13 @@ def test_state_scatter_refuses(change, message):
         ({"conv": zeros(2, 5, 7)}, "conv has shape [2, 5, 7], expected [L, S, W-1, C]"),
         ({"conv": zeros(2, 6, 3, 7)}, "conv has shape [2, 6, 3, 7], expected [2, 5, 3, 7]"),
         ({"conv_inputs": zeros(2, 4, 6, 8)}, "conv_inputs has shape [2, 4, 6, 8], expected [2, 4, 6, 7]"),
+        *(
+            (
+                {"conv": zeros(2, 5, 3, 7, dtype=dtype), "conv_inputs": zeros(2, 4, 6, 7, dtype=dtype)},
+                f"conv is {dtype}, expected a floating or integer dtype",
+            )
+            for dtype in ("bool", "complex64")
+        ),
         ({"conv_inputs": zeros(2, 4, 5, 7)}, "conv_inputs has shape [2, 4, 5, 7], expected [2, 4, 6, 7]"),
         ({"conv_inputs": zeros(2, 4, 6, 7, dtype=jnp.float16)}, "conv_inputs is float16, expected float32 as conv"),
         ({"parents": ints(0, 0)}, "parents has shape [2], expected [2, 6]"),

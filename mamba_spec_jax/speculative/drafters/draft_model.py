@@ -146,7 +146,9 @@ def _one_window(records: VerifyRecord) -> VerifyRecord:
     return VerifyRecord(
         slots=records.slots[0],
         num_tokens=jnp.sum(records.num_tokens, axis=0),
+        lengths=records.lengths[0],
         recurrent=join(records.recurrent),
         conv_inputs=join(records.conv_inputs),
         spec=records.spec,
+        layers=records.layers,
     )

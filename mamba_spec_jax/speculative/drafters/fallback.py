@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Parents, Rows, Tokens
-from mamba_spec_jax.cache.tree import check_parents
+from mamba_spec_jax.speculative.drafts import propose
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal
 from mamba_spec_jax.speculative.sampling import Greedy, TokenChoice
 
@@ -35,14 +35,6 @@ class FallbackDrafter:
     first: Drafter
     second: Drafter
 
-    def __post_init__(self):
-        sizes = {size for size in map(_vocab_size, self._both) if size is not None}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"FallbackDrafter got drafters with vocabularies of {_vocab_size(self.first)} and "
-                f"{_vocab_size(self.second)} tokens, expected one of the target's size"
-            )
-
     @property
     def max_drafts(self) -> int:
         """K, the most tokens that both can propose."""
@@ -59,8 +51,8 @@ class FallbackDrafter:
 
     @property
     def vocab_size(self) -> int | None:
-        """Of the one that has a vocabulary; None if neither says that it has."""
-        return next((size for size in map(_vocab_size, self._both) if size is not None), None)
+        """The smaller of the two, each of which has to hold all of the target's; None if neither has one."""
+        return min((size for size in map(_vocab_size, self._both) if size is not None), default=None)
 
     def init(self, batch: int, max_len: int) -> tuple[Any, Any]:
         """Both states, empty."""
@@ -73,7 +65,7 @@ class FallbackDrafter:
 
         def ask(index: int, choose: TokenChoice) -> Proposal:
             drafter = self._both[index]
-            return drafter.propose(_pair(params)[index], state[index], tokens, lengths, choose, num_drafts)
+            return propose(drafter, _pair(params)[index], state[index], tokens, lengths, choose, num_drafts)
 
         proposals = [ask(0, choose), ask(1, choose)]
         probs = [proposal.probs for proposal in proposals if proposal.probs is not None]
@@ -99,7 +91,7 @@ class FallbackDrafter:
             lengths=select(first.lengths, second.lengths),
             state=(first.state, second.state),
             probs=None if first.probs is None or second.probs is None else select(first.probs, second.probs),
-            parents=select(*map(_as_tree, self._both, proposals)) if self.proposes_trees else None,
+            parents=select(*map(_as_tree, proposals)) if self.proposes_trees else None,
         )
 
     def update(self, params: Any, state: tuple[Any, Any], progress: Progress) -> tuple[Any, Any]:
@@ -130,9 +122,8 @@ def _vocab_size(drafter: Drafter) -> int | None:
     return getattr(drafter, "vocab_size", None)
 
 
-def _as_tree(drafter: Drafter, proposal: Proposal) -> Parents:
+def _as_tree(proposal: Proposal) -> Parents:
     B, K = proposal.tokens.shape
     if proposal.parents is None:
         return jnp.broadcast_to(jnp.arange(-1, K, dtype=jnp.int32), (B, K + 1))
-    check_parents(f"{type(drafter).__name__}.propose", proposal.parents, (B, K + 1))
     return jnp.asarray(proposal.parents, jnp.int32)

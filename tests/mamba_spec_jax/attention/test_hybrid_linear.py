@@ -35,10 +35,18 @@ def verified(backend):
 COMMIT_ERRORS = {
     "mamba_track_indices and mamba_steps_to_track go together: got only the indices": (STEPS, STEPS, None),
     "mamba_track_indices and mamba_steps_to_track go together: got only the steps": (STEPS, None, STEPS),
-    "last_correct_step_indices is int32[3], expected int32[2]": (jnp.zeros(3, jnp.int32),),
-    "last_correct_step_indices is float32[2], expected int32[2]": (jnp.zeros(2),),
-    "mamba_track_indices is int32[1], expected int32[2]": (STEPS, jnp.zeros(1, jnp.int32), STEPS),
-    "mamba_steps_to_track is float32[2], expected int32[2]": (STEPS, STEPS, jnp.zeros(2)),
+    "got last_correct_step_indices int32[3], expected int32[2]": (jnp.zeros(3, jnp.int32),),
+    "got last_correct_step_indices float32[2], expected int32[2]": (jnp.zeros(2),),
+    "got mamba_track_indices int32[1], expected int32[2]": (
+        STEPS,
+        jnp.zeros(1, jnp.int32),
+        STEPS,
+    ),
+    "got mamba_steps_to_track float32[2], expected int32[2]": (
+        STEPS,
+        STEPS,
+        jnp.zeros(2),
+    ),
 }
 
 
@@ -69,7 +77,7 @@ def test_an_empty_batch_commits_nothing():
     mode, weights = ForwardMode.TARGET_VERIFY, make_weights(backend)
     _, cache, record = forward(backend, mode, cache, weights, nobody, nobody, *inputs)
     after = commit(backend, cache, record, nobody)
-    jax.tree.map(np.testing.assert_array_equal, after, cache)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(after), jax.tree.leaves(cache))
 
 
 MIXED = HybridLinearAttnBackend(2, (1,), FullAttention(1.0), make_backend().linear, dataclasses.replace(

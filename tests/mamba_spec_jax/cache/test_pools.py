@@ -52,6 +52,13 @@ def test_width_one_keeps_no_window():
         dataclasses.replace(SPEC, conv_width=1)
 
 
+@pytest.mark.parametrize("name", ["ssm_dtype", "conv_dtype", "kv_dtype"])
+@pytest.mark.parametrize("dtype", ["bool", "complex64", "int8"])
+def test_pools_hold_real_numbers(name, dtype):
+    with pytest.raises(ValueError, match=f"PoolSpec.{name} is {dtype}, expected a floating dtype such as float32"):
+        dataclasses.replace(SPEC, **{name: dtype})
+
+
 @pytest.mark.parametrize(("slots", "max_len"), [(0, 4), (2, 0), (-1, 4)])
 def test_an_empty_cache_is_refused(slots, max_len):
     with pytest.raises(ValueError, match=f"got slots={slots}, max_len={max_len}, expected both at least 1"):
@@ -71,6 +78,22 @@ def test_a_draft_counts_its_root_and_at_most_its_columns():
     tokens = jnp.zeros((5, 4), jnp.int32)
     draft = Draft(tokens, jnp.array([0, 3, 9, -2, 3]), jnp.array([0, 1, 2, 3, -1]))
     np.testing.assert_array_equal(draft.num_tokens, [1, 4, 4, 1, 0])
+
+
+def test_a_draft_within_a_vocabulary():
+    """A chain ends before what does not exist; in a tree it is cut off with all that has it as an ancestor."""
+    strange = [9, 2**31 - 1, -1, -(2**31)]
+    tokens = np.array([[1, 2, 3, 4], [1, 9, 3, 4], [-7, 2, -1, 4], strange], np.int32)
+    lengths, slots = np.array([2, 2**31 - 1, 3, -5], np.int32), np.arange(4, dtype=np.int32)
+    chain = Draft(tokens, lengths, slots).within(9)
+    np.testing.assert_array_equal(chain.lengths, [2, 0, 1, 0])
+    np.testing.assert_array_equal(chain.tokens, [[1, 2, 3, 4], [1, 0, 3, 4], [-7, 2, 0, 4], [9, 0, 0, 0]])
+    assert chain.parents is None
+    parents = np.array([[-1, 0, 2, 1], [-1, 0, 1, 0], [5, 0, 1, -9], [0, 0, 0, 0]], np.int32)
+    tree = Draft(tokens, lengths, slots, parents=parents).within(9)
+    np.testing.assert_array_equal(tree.lengths, [2, 3, 3, 0])
+    np.testing.assert_array_equal(tree.tokens, chain.tokens)
+    np.testing.assert_array_equal(tree.parents, [[-1, 0, -1, 1], [-1, -1, 1, 0], [-1, 0, -1, -1], [-1] * 4])
 
 
 def test_a_cache_that_awaits_its_commit_says_who_forgot_what():

@@ -4,7 +4,9 @@ import io
 import json
 import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from mamba_spec_jax import generate, load
 from mamba_spec_jax.speculative.sampling import MinP, Sampling, TopK, TopP
@@ -140,3 +142,16 @@ def test_what_is_refused(fails, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdin", terminal)
     assert fails("generate", *model) == "no prompt: give one as an argument, or pipe it in"
+
+
+def test_a_model_without_numbers_says_so(run, folder, tmp_path):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    (weights,) = broken.glob("*.safetensors")
+    damaged = {name: np.full_like(leaf, np.nan) for name, leaf in load_file(weights).items()}
+    save_file(damaged, weights, {"format": "pt"})
+    out, err = run("generate", PROMPT, "--model", broken, "-n", TOKENS, *SAMPLED)
+    assert out == "\n"
+    assert "the model's logits are not numbers" in " ".join(err.split())
+    out, _ = run("generate", "--json", PROMPT, "--model", broken, "-n", TOKENS, *SAMPLED)
+    report = json.loads(out)
+    assert (report["stop_reason"], report["tokens"]) == ("no_logits", [])

@@ -100,12 +100,16 @@ CALL_ERRORS = [
     (prefill, {"mode": ForwardMode.TARGET_VERIFY}, "prefill got mode TARGET_VERIFY, expected EXTEND, DRAFT_EXTEND or"),
     (verify, {"mode": ForwardMode.EXTEND}, "verify got mode EXTEND, expected TARGET_VERIFY or DECODE"),
     (verify, {"mode": ForwardMode.IDLE}, "verify got mode IDLE, expected TARGET_VERIFY or DECODE"),
-    (prefill, {"tokens": ROWS}, r"prefill got tokens int32\[2\], expected int32\[B, T\] with T >= 1"),
-    (prefill, {"tokens": TOKENS[:, :0]}, r"prefill got tokens int32\[2, 0\], expected int32\[B, T\] with T >= 1"),
-    (verify, {"tokens": TOKENS.astype(jnp.float32)}, r"verify got tokens float32\[2, 3\], expected int32\[B, T\]"),
-    (prefill, {"slots": ROWS[:1]}, r"prefill got slots int32\[1\], expected int32\[2\]: one a row"),
-    (prefill, {"num_tokens": TOKENS}, r"prefill got num_tokens int32\[2, 3\], expected int32\[2\]: one a row"),
-    (verify, {"slots": ROWS.astype(jnp.float32)}, r"verify got slots float32\[2\], expected int32\[2\]: one a row"),
+    (prefill, {"tokens": ROWS}, r"prefill got tokens int32\[2\], expected int32\[B, T\]"),
+    (prefill, {"tokens": TOKENS[:, :0]}, r"prefill got tokens int32\[2, 0\], expected T of at least 1"),
+    (
+        verify,
+        {"tokens": TOKENS.astype(jnp.float32)},
+        r"verify got draft.tokens float32\[2, 3\], expected int32",
+    ),
+    (prefill, {"slots": ROWS[:1]}, r"prefill got slots int32\[1\], expected int32\[2\]"),
+    (prefill, {"num_tokens": TOKENS}, r"prefill got num_tokens int32\[2, 3\], expected int32\[2\]"),
+    (verify, {"slots": ROWS.astype(jnp.float32)}, r"verify got draft.slots float32\[2\], expected int32\[2\]"),
     (prefill, {"kv_len": 9}, r"kv_len is 9, expected 1\.\.8 \(the cache's max_len\)"),
     (verify, {"kv_len": 0}, r"kv_len is 0, expected 1\.\.8 \(the cache's max_len\)"),
 ]
@@ -117,11 +121,43 @@ def test_passes(call, options, message):
         trace(call, **options)
 
 
-@pytest.mark.parametrize(("call", "name"), [(prefill, "prefill"), (verify, "verify"), (decode, "verify")])
-def test_a_forgotten_commit_is_refused_by_the_next_pass(call, name):
+@pytest.mark.parametrize(("call", "mode"), [(prefill, "EXTEND"), (verify, "TARGET_VERIFY"), (decode, "DECODE")])
+def test_a_forgotten_commit_is_refused_by_the_next_pass(call, mode):
     waiting = trace(verify).cache
-    with pytest.raises(ValueError, match=f"{name} got a cache that still awaits the commit of a verify pass: call up"):
+    with pytest.raises(ValueError, match=f"mode {mode} got a cache that still awaits the commit of a verify pass"):
         trace(call, cache=waiting)
+
+
+def test_weights_of_another_model_are_named():
+    wider = HybridModel.create(dataclasses.replace(DENSE, hidden_size=14)).abstract_params()
+    shorter = HybridModel.create(dataclasses.replace(DENSE, layer_types=("mamba", "attention"))).abstract_params()
+    cache = jax.eval_shape(lambda: MODEL.init_cache(4, 8))
+    for params, message in (
+        (None, r"prefill got params of type NoneType that are not this model's: .* is missing, expected \[29, 12\]"),
+        ({}, "got params of type dict that are not this model's: .*embed_tokens.* is missing, expected"),
+        (wider, r"embed_tokens.* is \[29, 14\], expected \[29, 12\].* and \d+ more. Pass what load or init_params of"),
+        (shorter, r"layers.*2.*input_norm.* is missing, expected \[12\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(prefill, params, cache)
+    for call in (verify, decode):
+        with pytest.raises(ValueError, match="verify got params of type NoneType that are not this model's"):
+            jax.eval_shape(call, None, cache)
+
+
+def test_what_is_no_array_or_draft_is_named():
+    cache = MODEL.init_cache(4, 8)
+    for call, message in (
+        (lambda: prefill(None, cache, tokens=[[1, 2]]), r"prefill got tokens of type list, expected int32\[B, T\]"),
+        (lambda: prefill(None, cache, slots=[0, 1]), r"prefill got slots of type list, expected int32\[2\]"),
+        (lambda: verify(None, cache, tokens=[[1]]), "verify got draft.tokens of type list, expected int32"),
+        (lambda: verify(None, cache, lengths=None), r"verify got draft.lengths of type NoneType, expected int32\[2\]"),
+        (lambda: decode(None, cache, tokens=[1, 2]), r"decode got tokens of type list, expected int32\[B\]"),
+        (lambda: MODEL.verify(None, (TOKENS, ROWS), cache), "verify got a draft of type tuple, expected a Draft"),
+        (lambda: prefill(MODEL.abstract_params(), None), "in mode EXTEND got a cache of type NoneType, expected a Hyb"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_shapes_and_dtypes_of_every_pass():

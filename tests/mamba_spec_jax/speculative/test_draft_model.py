@@ -170,10 +170,27 @@ def test_keys_and_values_stay_where_they_lie():
     assert program.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
+def test_a_padded_vocabulary_drafts_the_target_s_tokens():
+    """The target's weights with two tokens more, one of them the likeliest: never proposed, so all drafts hold."""
+    padded = ms.HybridModel.create(dataclasses.replace(TARGET.config, vocab_size=TARGET.vocab_size + 2))
+
+    def grow(mine, leaf):
+        changed = [axis for axis, size in enumerate(leaf.shape) if mine.shape[axis] != size]
+        if not changed:
+            return leaf
+        more = jnp.full_like(jax.lax.slice_in_dim(leaf, 0, 1, axis=changed[0]), 9)
+        return jnp.concatenate([leaf, more, -more], changed[0])  # one of the two has the greatest logit
+
+    params = jax.tree.map(grow, padded.abstract_params(), PARAMS)
+    state = run(TARGET, PARAMS, DraftModelDrafter(padded, K), params, ms.Sampling(), K, **SAMPLED)
+    assert texts(state) == plain("sampled")
+    np.testing.assert_array_equal(state.statistics.passes, -(-np.array(BUDGETS) // (K + 1)))
+
+
 def test_errors_name_the_values():
-    other = ms.HybridModel.create(dataclasses.replace(DENSE, vocab_size=31))
+    other = ms.HybridModel.create(dataclasses.replace(DENSE, vocab_size=27))
     drafter, params = DraftModelDrafter(other, K), random_params(other)
-    message = "DraftModelDrafter has a vocabulary of 31 tokens, but the target one of 29"
+    message = "DraftModelDrafter has a vocabulary of 27 tokens, but the target one of 29"
     with pytest.raises(ValueError, match=message):
         begin(drafter, params)
     state = begin(ms.NgramDrafter(K), None)

@@ -237,7 +237,7 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
     step(model, ms.NgramDrafter(DRAFTS))
     with pytest.raises(ValueError, match="speculative_decode_step got a cache that still awaits the commit"):
         step(ForgetfulModel(), ms.NgramDrafter(DRAFTS))
-    with pytest.raises(ValueError, match="after the drafter's update, got a cache that still awaits the commit"):
+    with pytest.raises(ValueError, match=r"after ForgetfulDrafter.update, got a cache that still awaits the commit"):
         step(model, ForgetfulDrafter(DRAFTS, model=model))
 
 

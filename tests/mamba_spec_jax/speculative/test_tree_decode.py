@@ -179,7 +179,7 @@ class Narrow(ToyTreeDrafter):
     ("drafter", "message"),
     [
         (Wrong, "Wrong.propose: a parent must come before its child, and the root has none (-1): parents[0, 2] is 5"),
-        (Narrow, "Narrow.propose got parents int32[1, 6], expected int32[1, 7]: the parent of each node"),
+        (Narrow, "Narrow.propose got parents int32[1, 6], expected int32[1, 7]"),
     ],
 )
 def test_what_is_no_tree_is_refused_while_tracing(drafter, message):

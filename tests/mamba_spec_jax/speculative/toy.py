@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, slot_index
+from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode
@@ -89,6 +89,7 @@ class ToyModel:
         record = VerifyRecord(
             slots=draft.slots,
             num_tokens=draft.num_tokens,
+            lengths=gather_lengths(cache, draft.slots),
             recurrent=states,
             conv_inputs=jnp.zeros((1, *draft.tokens.shape, 1)),
             spec=self.backend.record_spec,
