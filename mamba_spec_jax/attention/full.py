@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Float, Int32, KVBuffer, Rows
+from mamba_spec_jax.array_types import Array, Float, Int32, KVBuffer, Rows, Tokens
 from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
 from mamba_spec_jax.cache.pools import KVCache, slot_index
 from pallas_kernels import decode_attention
@@ -22,11 +22,13 @@ class FullAttention:
         scale: multiplies the scores.
         block: cache positions that plain JAX visits at once.
         implementation: of the attention kernel; None lets the device decide.
+        sliding_window: how many positions each token sees, its own included; None for all.
     """
 
     scale: float
     block: int = 256
     implementation: Implementation | None = None
+    sliding_window: int | None = None
 
     def forward(
         self, index: int, inputs: AttentionInputs, kv: KVCache, batch: ForwardBatch
@@ -45,11 +47,24 @@ class FullAttention:
             batch.num_tokens,
             scale=self.scale,
             ancestors=batch.ancestors,
+            since=self._since(batch),
             kv_len=batch.kv_len,
             block=self.block,
             implementation=self.implementation,
         )
         return output, kv
+
+    def _since(self, batch: ForwardBatch) -> Tokens | None:
+        """The first position that each token sees."""
+        if self.sliding_window is None:
+            return None
+        nodes = 0 if batch.ancestors is None else batch.ancestors.shape[-1]
+        if nodes > self.sliding_window:
+            # Keys of a tree are stored node by node, not by position.
+            raise ValueError(
+                f"a tree or block of {nodes} nodes does not fit into a sliding_window of {self.sliding_window}"
+            )
+        return batch.positions - (self.sliding_window - 1)
 
     def commit(self, kv: KVCache, slots: Rows, lengths: Rows, path: Int32[Array, "B T"]) -> KVCache:
         """Moves the keys and values of an accepted path of a draft tree up to where its tokens' positions are.

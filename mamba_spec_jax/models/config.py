@@ -5,6 +5,7 @@ import dataclasses
 from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.cache.pools import PoolSpec
 from mamba_spec_jax.layers.mlp import ACTIVATIONS
+from mamba_spec_jax.layers.rotary_scaling import RotaryScaling
 from mamba_spec_jax.layers.routing import SigmoidRouting
 from mamba_spec_jax.models.recurrent_config import (
     GatedDeltaConfig,
@@ -107,6 +108,7 @@ class HybridConfig:
         latent: of latent attention, whose heads read one key: Hkv is 1, Dh its rank and shared dims. None for none.
         rope_theta: base of the rotary embedding, None for none.
         rotary_dim: leading dims of a head that it rotates, None for all.
+        rope_scaling: gives it other frequencies, for longer texts; None for none.
         recurrent: what its recurrent layers are.
         shared_intermediate_size: width of the dense part beside experts, after a mixer or in a shared block.
         shared_gated: whether a sigmoid gates, token by token, the dense part beside experts.
@@ -144,6 +146,7 @@ class HybridConfig:
     latent: LatentDims | None = None
     rope_theta: float | None = None
     rotary_dim: int | None = None
+    rope_scaling: RotaryScaling | None = None
     shared_intermediate_size: int = 0
     shared_gated: bool = False
     dense_layers: tuple[int, ...] = ()
@@ -179,6 +182,8 @@ class HybridConfig:
             raise ValueError(f"head_dim is {self.head_dim}, expected an even one for rotary embedding")
         if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
             raise ValueError(f"rotary_dim is {self.rotary_dim}, expected an even number up to head_dim={self.head_dim}")
+        if self.rope_theta is not None and self.rope_scaling is not None:
+            self.rope_scaling.check(self.rope_theta, self.rotary_dim or self.head_dim)
         if self.mlp_activation not in ACTIVATIONS:
             raise ValueError(f"mlp_activation is {self.mlp_activation!r}, expected one of {tuple(ACTIVATIONS)}")
         if self.latent and (self.num_key_value_heads, self.head_dim) != (1, self.latent.rank + self.latent.shared):

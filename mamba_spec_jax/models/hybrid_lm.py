@@ -124,7 +124,12 @@ class HybridModel:
         return abstract_split(self.config, self.policy)[1]
 
     def init_cache(self, slots: int, max_len: int) -> HybridCache:
-        """An empty cache of `slots` slots with room for `max_len` tokens each."""
+        """An empty cache of `slots` slots with room for `max_len` tokens each.
+
+        Raises:
+            ValueError: the rotary embedding has other frequencies in texts of that length; see `require_room`.
+        """
+        self._require_room(max_len)
         return HybridCache.create(self.backend.pool_spec, slots, max_len)
 
     def prefill(
@@ -225,11 +230,16 @@ class HybridModel:
         slots: Rows, num_tokens: Rows, kv_len: int | None, parents: Parents | None = None,
     ) -> tuple[HybridLM, ForwardBatch]:  # fmt: skip
         cache.require_committed(caller)
+        self._require_room(cache.max_len)
         _check_rows(caller, tokens, slots, num_tokens)
         if parents is not None:
             check_parents(caller, parents, tokens.shape)
         batch = ForwardBatch.create(mode, cache, slots, num_tokens, tokens.shape[1], kv_len, parents)
         return nnx.merge(self.graphdef, params), batch
+
+    def _require_room(self, max_len: int) -> None:
+        if self.config.rope_theta is not None and self.config.rope_scaling is not None:
+            self.config.rope_scaling.require_room(max_len)
 
 
 def _check_hidden_layers(hidden_layers: tuple[int, ...], config: HybridConfig) -> None:

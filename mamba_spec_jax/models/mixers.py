@@ -34,6 +34,7 @@ class Attention(nnx.Module):
         self.head_dim = config.head_dim
         self.rope_theta = config.rope_theta
         self.rotary_dim = config.rotary_dim
+        self.rope_scaling = config.rope_scaling
         self.in_multiplier = config.multipliers.attention_in
         self.out_multiplier = config.multipliers.attention_out
         linear = functools.partial(
@@ -70,8 +71,8 @@ class Attention(nnx.Module):
         query, key = self._heads(query, self.q_norm), self._heads(key, self.k_norm)
         value = self._heads(value, None)
         if self.rope_theta is not None:
-            query = apply_rotary(query, batch.positions, self.rope_theta, self.rotary_dim)
-            key = apply_rotary(key, batch.positions, self.rope_theta, self.rotary_dim)
+            rotation = (batch.positions, self.rope_theta, self.rotary_dim, self.rope_scaling)
+            query, key = apply_rotary(query, *rotation), apply_rotary(key, *rotation)
         mixed, cache, record = backend.forward(layer_id, AttentionInputs(query, key, value), cache, record, batch)
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)

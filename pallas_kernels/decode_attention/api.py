@@ -24,6 +24,7 @@ def decode_attention(
     *,
     scale: float,
     ancestors: jax.Array | None = None,
+    since: jax.Array | None = None,
     kv_len: int | None = None,
     block: int = 256,
     implementation: Implementation | None = None,
@@ -32,7 +33,7 @@ def decode_attention(
     """Attends from each token of a window to its slot's committed keys and to the window's own, in the buffers.
 
         output[b, t] = softmax over s of (scale * query[b, t] . keys[slots[b], s]) times values[slots[b], s],
-        s < lengths[b] + t + 1 in a chain; s < lengths[b], and the rows of t's ancestors, in a tree
+        s < lengths[b] + t + 1 in a chain; s < lengths[b], and the rows of t's ancestors, in a tree; s >= since[b, t]
 
     In the shapes below B is rows, T tokens of the window, Hq and Hkv query and key heads (query head h reads key head
     `h // (Hq / Hkv)`), Dh their size, S slots, M positions of a slot. The window's keys and values stand in the buffers
@@ -51,6 +52,7 @@ def decode_attention(
         scale: multiplies the query, in its dtype.
         ancestors: `[B, T, offset + T]` bool, which rows of the window each token of a tree sees, itself included; the
             first `offset` of them were written by earlier passes over the same tree. None for a chain, offset 0.
+        since: `[B, T]` int32, the first position that each token sees, for a sliding window; None for all.
         kv_len: no row ends behind this position (static); M by default.
         block: positions that plain JAX visits at once; the kernels have their own (static).
         implementation: "xla", "triton", or None to choose by device.
@@ -92,13 +94,16 @@ def decode_attention(
         if ancestors.dtype != jnp.bool_ or ancestors.shape[2] < width:
             came = f"{ancestors.dtype} with {ancestors.shape[2]} columns"
             raise ValueError(f"{_OP}: ancestors is {came}, expected bool with at least T = {width}")
+    if since is not None:
+        since = as_int32(_OP, "since", since)
+        check_shape(_OP, "since", since, (batch, width))
     choice = dispatch.resolve(_OP, implementation, interpret)
 
     if not query.size:
         return query
     offset = 0 if ancestors is None else ancestors.shape[2] - width
     ends = jnp.where(inside(slots, num_slots), jnp.minimum(lengths + offset + num_tokens, max_len), 0)
-    window = Window(slots, lengths, ends, ancestors)
+    window = Window(slots, lengths, ends, ancestors, since)
     query = query * jnp.asarray(scale, query.dtype)
     if choice.implementation == "triton":
         return triton.attend(query, keys, values, window, kv_len, interpret=interpret)

@@ -56,13 +56,23 @@ def attend(
     carry = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, Dh)))
     blocks = -(-kv_len // block)
     visited = jnp.minimum(-(-jnp.max(ends) // block), blocks) if ends_early else blocks
-    _, total, mixed = jax.lax.fori_loop(0, visited, visit, carry)
+    begin: jax.Array | int = 0
+    if ends_early and window.since is not None:
+        first = jnp.min(jnp.where(ends > 0, window.since, jnp.max(ends)))
+        begin = jnp.clip(first // block, 0, visited)
+    _, total, mixed = jax.lax.fori_loop(begin, visited, visit, carry)
     mixed = mixed / jnp.where(total > 0, total, 1)[..., None]  # rows that see nothing give zeros
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, Hq, Dh).astype(query.dtype)
 
 
 def _may_see(position: jax.Array, window: Window, width: int) -> jax.Array:
     """Which of the positions `[1, block]` each token may look at, `[B, T, block]`."""
+    visible = _before(position, window, width)
+    return visible if window.since is None else visible & (position[:, None] >= window.since[:, :, None])
+
+
+def _before(position: jax.Array, window: Window, width: int) -> jax.Array:
+    """Which of them are its own, committed, or a predecessor's."""
     node = position - window.lengths[:, None]  # [B, block], negative where committed
     if window.ancestors is None:
         return node[:, None] <= jnp.arange(width, dtype=jnp.int32)[None, :, None]

@@ -170,9 +170,13 @@ def _attend_kernel(division: Plan, window: Window, sources: Any, outputs: Any) -
             return new_top, total * keep + jnp.sum(weights, axis=1), mixed * keep[:, None] + update
 
         blocks = pl.cdiv(jnp.minimum(end - first, division.chunk), division.block)
+        begin: jax.Array | int = 0
+        if window.since is not None:
+            since = triton.load(window.since.at[b, token], mask=exists, other=jnp.iinfo(jnp.int32).max)
+            begin = jnp.clip((jnp.min(since) - first) // division.block, 0, blocks)
         none = jnp.zeros(division.tile, jnp.float32)
         carry = (none - jnp.inf, none, jnp.zeros((division.tile, division.padded), jnp.float32))
-        top, total, mixed = jax.lax.fori_loop(0, blocks, visit, carry)
+        top, total, mixed = jax.lax.fori_loop(begin, blocks, visit, carry)
         if division.splits == 1:
             mixed = mixed / jnp.where(total > 0, total, 1)[:, None]
             triton.store(outputs[0].at[at], mixed.astype(outputs[0].dtype), mask=within)
@@ -221,6 +225,15 @@ def _end_of(division: Plan, tile: jax.Array, window: Window, b: jax.Array) -> ja
 
 def _sight(division: Plan, window: Window, b: jax.Array, token: jax.Array):
     """What says which positions `[block]` each query of a tile may look at, `[tile, block]`."""
+    before = _predecessors(division, window, b, token)
+    if window.since is None:
+        return before
+    since = triton.load(window.since.at[b, token], mask=token < division.width, other=0)
+    return lambda position: before(position) & (position[None] >= since[:, None])
+
+
+def _predecessors(division: Plan, window: Window, b: jax.Array, token: jax.Array):
+    """The same without a sliding window."""
     length = window.lengths[b]
     if window.ancestors is None:
         return lambda position: position[None] <= (length + token)[:, None]

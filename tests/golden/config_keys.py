@@ -4,8 +4,8 @@
 
 Run with the `oracles` dependency group. For each type: the fields of its configuration class with their defaults, the
 attributes that its initialisation derives (a file that holds one overrides it), its properties, the aliases of its
-`attribute_map`, the older names that its initialisation still takes, and what else the model's code asks a configuration
-for. `base` has what every class takes.
+`attribute_map`, the older names that its initialisation still takes, and what else the model's code asks for. `base`
+has what every class takes.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Writes what transformers computes for tiny random models: granitemoehybrid as folders it can load itself, and others.
 
-    python make_goldens.py [cases] [families] [published] [bundled] [--out FOLDER] [--checkpoint FOLDER]
+    python make_goldens.py [cases] [families] [rotary] [published] [bundled] [--out FOLDER] [--checkpoint FOLDER]
 
 Run with the `oracles` dependency group; all parts by default. Weights come from NumPy's generators and torch runs
 on one thread, so the same machine writes the same bytes: `--out` elsewhere and `diff -r` to see it.
@@ -16,6 +16,8 @@ import cases
 import family_cases
 import family_goldens
 import numpy as np
+import rotary_cases
+import rotary_goldens
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -31,7 +33,7 @@ from transformers import (
 
 HERE = pathlib.Path(__file__).resolve().parent
 CHECKPOINT = HERE.parents[1] / "mamba_spec_jax" / "assets" / "tiny"
-PARTS = ("cases", "families", "published", "bundled")
+PARTS = ("cases", "families", "rotary", "published", "bundled")
 STEP_TOLERANCE = 1e-5
 # Closer logits than this could route a token to another expert when the sums are merely ordered differently.
 ROUTER_GAP = 1e-4
@@ -256,6 +258,9 @@ def main() -> None:
             for case in family_cases.FAMILY_CASES
         ]
         print_table(rows)
+    if "rotary" in arguments.parts:
+        rotary_goldens.write_frequencies(arguments.out / "rotary")
+        print_table([rotary_goldens.write_case(case, arguments.out / "rotary") for case in rotary_cases.CASES])
     if "published" in arguments.parts:
         print_table(write_published(arguments.out))
     if "bundled" in arguments.parts:

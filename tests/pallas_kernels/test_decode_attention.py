@@ -39,7 +39,7 @@ def attend(run, arguments, options, **static):
     return np.asarray(jitted(decode_attention, run, donate=(), scale=SCALE, **static)(*arguments, **options))
 
 
-def expected(arguments, ancestors=None):
+def expected(arguments, ancestors=None, since=None):
     """`[B, T, Hq, Dh]` in float64, zero where a token is not real."""
     query, keys, values = (np.asarray(leaf, np.float64) for leaf in arguments[:3])
     out = np.zeros(query.shape)
@@ -48,6 +48,8 @@ def expected(arguments, ancestors=None):
         if ancestors is not None:
             nodes = np.flatnonzero(ancestors[b, t]) + LENGTHS[b]
             seen[nodes[nodes < LENGTHS[b] + OFFSET + COUNTS[b]]] = True
+        if since is not None:
+            seen[: max(since[b, t], 0)] = False
         for h in range(HQ):
             k, v = (buffer[SLOTS[b], seen, h // (HQ // HKV)] for buffer in (keys, values))
             scores = k @ query[b, t, h] * SCALE
@@ -80,6 +82,19 @@ def test_against_float64(run, dtype, tree):
     np.testing.assert_allclose(
         np.asarray(output, np.float64)[REAL], wanted[REAL], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
+
+
+@pytest.mark.parametrize(("run", "tree"), [("xla", False), ("xla-off-cpu", True), ("triton", False), ("triton", True)])
+def test_a_sliding_window_hides_what_is_further_back(run, tree):
+    """A window of 70 positions, which the chunks and blocks are not; the short rows have all of their text in it."""
+    arguments, options = scene(tree)
+    options["since"] = LENGTHS[:, None] + np.arange(T, dtype=np.int32) - 69
+    wanted = expected(arguments, **options)
+    output = attend(run, arguments, options, block=64)
+    np.testing.assert_allclose(output[REAL], wanted[REAL], rtol=1e-6, atol=1e-6)
+    everything = expected(arguments, options.get("ancestors"))
+    changed = np.abs(wanted - everything).max(axis=(2, 3)) > 1e-3
+    np.testing.assert_array_equal(changed, REAL & (LENGTHS >= 70)[:, None])
 
 
 @pytest.mark.parametrize("run", ["xla", "triton"])
@@ -140,6 +155,7 @@ def test_temporaries_are_a_block_whatever_the_buffers_are():
         ({"lengths": np.zeros(B, np.float32)}, "lengths is float32, expected int32"),
         ({"ancestors": np.ones((B, T, T - 1), bool)}, "ancestors is bool with 2 columns, expected bool with"),
         ({"ancestors": np.ones((B, T, T), np.int32)}, "ancestors is int32 with 3 columns, expected bool"),
+        ({"since": np.zeros((B, T + 1), np.int32)}, r"since has shape \[4, 4\], expected \[4, 3\]"),
         ({"kv_len": M + 1}, r"kv_len is 301, expected 1\.\.300"),
         ({"block": 0}, "block is 0, expected at least 1"),
     ],

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Weight
+from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
@@ -28,8 +29,8 @@ def read_config(hf: HFConfig) -> HybridConfig:
         head_dim=head_dim,
         attention_scale=head_dim**-0.5,
         attention_bias=hf.flag("attention_bias", False),
-        rope_theta=pieces.rope_theta(hf),
-        rotary_dim=_rotary_dim(hf, head_dim),
+        # Half of a head, unless the rope parameters say otherwise; beside them transformers knows no other fraction.
+        **rotary(hf, head_dim, max_length=262144, fraction=0.5),
         recurrent=Mamba2Config(
             heads=mamba_heads,
             head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size"),
@@ -72,11 +73,6 @@ def _layer_types(hf: HFConfig) -> tuple[str, ...]:
     if not isinstance(indices, list | tuple) or any(index not in range(count) for index in indices):
         raise hf.refusal("attn_layer_indices", f"a list of layers among 0..{count - 1}")
     return tuple("attention" if i in indices else "mamba" for i in range(count))
-
-
-def _rotary_dim(hf: HFConfig, head_dim: int) -> int:
-    """Half of a head, unless `rope_parameters` say otherwise; beside them transformers knows no other fraction."""
-    return int(head_dim * hf.nested("rope_parameters").number("partial_rotary_factor", 0.5, positive=True))
 
 
 FAMILY = Family(

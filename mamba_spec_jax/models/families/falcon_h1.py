@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from mamba_spec_jax.models.config import BranchMultipliers, HybridConfig
 from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Weight
+from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
@@ -28,7 +29,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
         # Scaling the keys scales the scores, rotated or not.
         attention_scale=hf.number("key_multiplier", 1.0) * head_dim**-0.5,
         attention_bias=hf.flag("attention_bias", False),
-        rope_theta=pieces.rope_theta(hf),
+        **rotary(hf, head_dim, max_length=8192),
         recurrent=Mamba2Config(
             heads=mamba_heads,
             head_dim=_mamba_head_dim(hf, hidden_size, mamba_heads),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
+from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
@@ -14,6 +15,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`, published or written by transformers; absent keys have transformers' defaults."""
     hidden_size = hf.integer("hidden_size", 4096, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 32, minimum=1)
+    head_dim = hf.integer("head_dim", minimum=1) if hf.has("head_dim") else hidden_size // attention_heads
     mamba_heads = hf.integer("mamba_n_heads", 128, minimum=1)
     inner = hf.integer("mamba_expand", 2, minimum=1) * hidden_size
     return HybridConfig(
@@ -25,10 +27,10 @@ def read_config(hf: HFConfig) -> HybridConfig:
         num_key_value_heads=(
             hf.integer("num_key_value_heads", minimum=1) if hf.has("num_key_value_heads") else attention_heads
         ),
-        head_dim=hf.integer("head_dim", minimum=1) if hf.has("head_dim") else hidden_size // attention_heads,
+        head_dim=head_dim,
         attention_scale=hf.number("attention_multiplier", 1.0),
         attention_bias=hf.flag("attention_bias", False),
-        rope_theta=_rope_theta(hf),
+        **(rotary(hf, head_dim, max_length=2048) if _rotates(hf) else {}),
         recurrent=Mamba2Config(
             heads=mamba_heads,
             head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size"),
@@ -85,9 +87,8 @@ def _layer_types(hf: HFConfig) -> tuple[str, ...]:
     return tuple(pieces.LAYER_TYPES[kind] for kind in kinds)
 
 
-def _rope_theta(hf: HFConfig) -> float | None:
-    rotates = hf.choice("position_embedding_type", None, [None, "nope", "rope"]) == "rope"
-    return pieces.rope_theta(hf) if rotates else None
+def _rotates(hf: HFConfig) -> bool:
+    return hf.choice("position_embedding_type", None, [None, "nope", "rope"]) == "rope"
 
 
 FAMILY = Family(

@@ -108,7 +108,8 @@ FAMILY = Family(
     read_config=read_config,
     weights=weights,
     aliases=(("num_local_experts", "num_experts"),),
-    without_effect=keys.UNROTATED | {"use_associative_scan", "use_mamba_kernels", "use_mambapy"},
+    without_effect=keys.UNROTATED
+    | {"max_position_embeddings", "use_associative_scan", "use_mamba_kernels", "use_mambapy"},
     # Periods and offsets say which layers are what: transformers refuses lists of them.
     only={
         "hidden_act": keys.SILU,

@@ -15,6 +15,7 @@ _COMMON = {
     "dtype",
     "experts_implementation",
     "id2label",
+    "ignore_keys_at_rope_validation",
     "initializer_range",
     "is_encoder_decoder",
     "label2id",
@@ -68,7 +69,7 @@ _GENERATION = {
     "typical_p",
 }
 # Of models without rotary embedding.
-UNROTATED = frozenset({"max_position_embeddings", "partial_rotary_factor", "rope_scaling", "rope_theta"})
+UNROTATED = frozenset({"partial_rotary_factor", "rope_scaling", "rope_theta"})
 WITHOUT_EFFECT = frozenset(_COMMON | _TRAINING | _GENERATION)
 
 # The values that are computed here, the default first. `swish` is another name of silu.

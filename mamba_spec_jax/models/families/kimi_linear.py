@@ -160,7 +160,14 @@ FAMILY = Family(
     ),
     # The output projection is never tied; the two dims of heads are derived from others.
     without_effect=keys.UNROTATED
-    | {"head_dim", "model_max_length", "pretraining_tp", "qk_head_dim", "tie_word_embeddings"},
+    | {
+        "head_dim",
+        "max_position_embeddings",
+        "model_max_length",
+        "pretraining_tp",
+        "qk_head_dim",
+        "tie_word_embeddings",
+    },
     only={"hidden_act": keys.SILU},
     renames=((".block_sparse_moe.", ".mlp."), ("self_attn.forget_gate.", "self_attn.")),
 )

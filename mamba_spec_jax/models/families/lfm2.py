@@ -6,6 +6,7 @@ from typing import cast
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
+from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import ShortConvConfig
 
@@ -27,7 +28,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
         head_dim=head_dim,
         attention_scale=head_dim**-0.5,
         attention_norm="head",
-        rope_theta=pieces.rope_theta(hf),
+        **rotary(hf, head_dim, max_length=128000, theta=1_000_000.0),
         recurrent=ShortConvConfig(
             channels=hidden_size,
             conv_width=hf.integer("conv_L_cache", 3, minimum=2),

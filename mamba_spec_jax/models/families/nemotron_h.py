@@ -171,6 +171,7 @@ FAMILY = Family(
         "mamba_expand",
         "mamba_proj_bias",
         "mamba_ssm_cache_dtype",
+        "max_position_embeddings",
         "moe_shared_expert_overlap",
         "mtp_hybrid_override_pattern",
         "mtp_layers_block_type",

@@ -6,6 +6,7 @@ from typing import cast
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
+from mamba_spec_jax.models.families.rotary import rope_parameters, rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig
 
@@ -14,9 +15,9 @@ def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`; absent keys have transformers' defaults."""
     hidden_size = hf.integer("hidden_size", 3840, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 30, minimum=1)
-    if hidden_size % attention_heads:
+    if not hf.has("head_dim") and hidden_size % attention_heads:
         raise hf.refusal("num_attention_heads", f"a divisor of hidden_size = {hidden_size}")
-    head_dim = hidden_size // attention_heads
+    head_dim = _or(hf, "head_dim", hidden_size // attention_heads)
     return HybridConfig(
         model_type="olmo_hybrid",
         vocab_size=hf.integer("vocab_size", 100352, minimum=1),
@@ -29,7 +30,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
         attention_bias=hf.flag("attention_bias", False),
         attention_norm="all",
         attention_norms_output=True,
-        rope_theta=_rope_theta(hf),
+        **(rotary(hf, head_dim, max_length=65536) if _rotates(hf) else {}),
         recurrent=_recurrent(hf, hidden_size, attention_heads),
         shared_intermediate_size=hf.integer("intermediate_size", 11008, minimum=1),
         norm_eps=hf.number("rms_norm_eps", 1e-6, positive=True),
@@ -93,13 +94,11 @@ def _layer_types(hf: HFConfig) -> tuple[str, ...]:
     return kinds
 
 
-def _rope_theta(hf: HFConfig) -> float | None:
+def _rotates(hf: HFConfig) -> bool:
     """Released models have no rotary embedding, and say so by a base of null."""
-    rope = hf.nested("rope_parameters")
+    rope = rope_parameters(hf)
     holder = rope if "rope_theta" in rope.values else hf
-    if "rope_theta" in holder.values and not holder.has("rope_theta"):
-        return None
-    return pieces.rope_theta(hf)
+    return "rope_theta" not in holder.values or holder.has("rope_theta")
 
 
 def _or(hf: HFConfig, key: str, default: int) -> int:

@@ -123,14 +123,6 @@ def mamba_head_dim(
     return expected
 
 
-def rope_theta(hf: HFConfig, default: float = 10_000.0) -> float:
-    """The base of plain rotary embedding; every other kind of it is refused."""
-    # `rope_scaling` and a `rope_theta` beside it are what files had before `rope_parameters`.
-    rope = hf.nested("rope_scaling" if hf.has("rope_scaling") else "rope_parameters")
-    rope.choice("rope_type" if rope.has("rope_type") else "type", "default", ["default"])
-    return rope.number("rope_theta", hf.number("rope_theta", default, positive=True), positive=True)
-
-
 def periodic_layer_types(hf: HFConfig, count: int, interval: int) -> tuple[str, ...]:
     """`layer_types` of gated delta rule and attention layers; without any, every `interval`-th one attends."""
     if not hf.has("layer_types"):
@@ -150,9 +142,3 @@ def gated_delta_config(hf: HFConfig) -> GatedDeltaConfig:
         state=hf.integer("linear_key_head_dim", 128, minimum=1),
         conv_width=hf.integer("linear_conv_kernel_dim", 4, minimum=2),
     )
-
-
-def rotary_dim(hf: HFConfig, head_dim: int, default: float) -> int:
-    """How many dims of a head are rotated: `rope_parameters` say so, or a `partial_rotary_factor` beside them."""
-    factor = hf.number("partial_rotary_factor", default, positive=True)
-    return int(head_dim * hf.nested("rope_parameters").number("partial_rotary_factor", factor, positive=True))

@@ -7,6 +7,7 @@ from typing import Any, cast
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import keys, pieces, qwen3_next
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
+from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig
 
@@ -53,8 +54,7 @@ def _read(
         attention_bias=hf.flag("attention_bias", False),
         attention_gated=True,
         attention_norm="head",
-        rope_theta=pieces.rope_theta(hf),
-        rotary_dim=pieces.rotary_dim(hf, head_dim, 0.25),
+        **rotary(hf, head_dim, max_length=32768, fraction=hf.number("partial_rotary_factor", 0.25, positive=True)),
         recurrent=pieces.gated_delta_config(hf),
         norm_eps=hf.number("rms_norm_eps", 1e-6, positive=True),
         zero_centered_norms=True,

@@ -9,6 +9,7 @@ import numpy as np
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Prediction, Weight
+from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig
 
@@ -30,8 +31,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
         attention_bias=hf.flag("attention_bias", False),
         attention_gated=True,
         attention_norm="head",
-        rope_theta=pieces.rope_theta(hf),
-        rotary_dim=pieces.rotary_dim(hf, head_dim, 0.25),
+        **rotary(hf, head_dim, max_length=32768, fraction=hf.number("partial_rotary_factor", 0.25, positive=True)),
         recurrent=pieces.gated_delta_config(hf),
         shared_intermediate_size=hf.integer("shared_expert_intermediate_size", 512, minimum=1),
         shared_gated=True,

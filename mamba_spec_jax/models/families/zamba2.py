@@ -7,6 +7,7 @@ from typing import Any
 from mamba_spec_jax.models.config import HybridConfig, SharedBlocks
 from mamba_spec_jax.models.families import pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
+from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
@@ -52,7 +53,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         attention_scale=(head_dim / 2) ** -0.5,
-        rope_theta=pieces.rope_theta(hf) if hf.flag("use_mem_rope", False) else None,
+        **(rotary(_lengthened(hf), head_dim, max_length=4096) if hf.flag("use_mem_rope", False) else {}),
         recurrent=Mamba2Config(
             heads=mamba_heads,
             head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size", _MAMBA_KEYS),
@@ -141,6 +142,13 @@ def _layer_types(hf: HFConfig) -> tuple[str, ...]:
     return kinds
 
 
+def _lengthened(hf: HFConfig) -> HFConfig:
+    """A long context replaces the number of positions, which scaled rotary embedding depends on."""
+    if not hf.flag("use_long_context", False):
+        return hf
+    return HFConfig({**hf.values, "max_position_embeddings": 16384}, hf.source, hf.names)
+
+
 def _derived(hf: HFConfig, key: str, value: Any) -> Any:
     """What transformers derives from other keys and writes beside them; another value is refused."""
     return hf.choice(key, value, [value])
@@ -159,7 +167,6 @@ FAMILY = Family(
             "time_step_floor",
             "time_step_max",
             "use_conv_bias",
-            "use_long_context",
             "use_mamba_kernels",
             "use_mem_eff_path",
         }

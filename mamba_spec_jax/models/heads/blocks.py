@@ -47,7 +47,10 @@ class SelfAttention(nnx.Module):
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
 
     def _turned(self, x: Array, norm: RMSNorm | None, positions: Tokens) -> Array:
-        return apply_rotary(x if norm is None else norm(x), positions, self.config.rope_theta)
+        config, x = self.config, x if norm is None else norm(x)
+        if config.rope_theta is None:
+            return x
+        return apply_rotary(x, positions, config.rope_theta, config.rotary_dim, config.rope_scaling)
 
 
 class MLP(nnx.Module):

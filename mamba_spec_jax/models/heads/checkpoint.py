@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from mamba_spec_jax.array_types import Array
 from mamba_spec_jax.models.checkpoint import FLOATS, WeightFiles, locate, open_weights, read_json
-from mamba_spec_jax.models.families.pieces import rope_theta
 from mamba_spec_jax.models.heads.config import HeadConfig
+from mamba_spec_jax.models.heads.config_file import config_values, dflash_part, read_head_config
 from mamba_spec_jax.models.heads.dflash import DFlash
 from mamba_spec_jax.models.heads.eagle import Eagle3, MultiTokenPrediction
 from mamba_spec_jax.models.heads.head import DFlashHead, DraftHead, EagleHead, HeadModule
@@ -31,7 +31,6 @@ ARCHITECTURES: Mapping[str, tuple[type[nnx.Module], type[DraftHead]]] = {
     "DFlashDraftModel": (DFlash, DFlashHead),
 }
 _EMBEDDING = "embed_tokens.weight"
-_LAYER_KEYS = (("dflash_config", "target_layer_ids"), ("eagle_config", "eagle_aux_hidden_state_layer_ids"))
 _DTYPES = (*FLOATS, "I64", "I32", "BOOL")
 
 
@@ -84,40 +83,13 @@ def load_head(
         if _EMBEDDING in files.shapes:
             output = embedding.T if output is None else output
             embedding = jnp.asarray(files.read(_EMBEDDING), target.policy.params)
-    dflash = hf.nested("dflash_config")
+    dflash = dflash_part(hf)
     return LoadedHead(
         head,
         head.bind(params, embedding, output),
-        block_size=hf.integer("block_size", minimum=2) if module is DFlash else None,
+        block_size=dflash.integer("block_size", minimum=2) if module is DFlash else None,
         mask_token=dflash.integer("mask_token_id", minimum=0) if module is DFlash else None,
         passes=dflash.integer("passes", 1, minimum=1),
-    )
-
-
-def read_head_config(hf: HFConfig, target: HybridModel) -> HeadConfig:
-    """The head that a `config.json` describes; ValueError where it was made for another target."""
-    config = target.config
-    for key, ours in (("hidden_size", config.hidden_size), ("vocab_size", config.vocab_size)):
-        theirs = hf.integer(key, minimum=1)
-        if theirs != ours:
-            raise ValueError(f"{hf.source} is a head for another model: its {key} is {theirs}, the target's is {ours}")
-    hf.choice("hidden_act", "silu", ["silu"])
-    heads = hf.integer("num_attention_heads", minimum=1)
-    depth = len(config.layer_types)
-    return HeadConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=hf.integer("intermediate_size", minimum=1),
-        num_attention_heads=heads,
-        num_key_value_heads=hf.integer("num_key_value_heads", heads, minimum=1),
-        head_dim=hf.integer("head_dim", config.hidden_size // heads, minimum=1),
-        vocab_size=config.vocab_size,
-        target_layers=_target_layers(hf, depth),
-        num_layers=hf.integer("num_hidden_layers", 1, minimum=1),
-        draft_vocab_size=hf.integer("draft_vocab_size", minimum=1) if hf.has("draft_vocab_size") else None,
-        rope_theta=rope_theta(hf),
-        norm_eps=hf.number("rms_norm_eps", 1e-6, positive=True),
-        embedding_multiplier=config.embedding_multiplier,
-        logits_divisor=config.logits_divisor,
     )
 
 
@@ -139,29 +111,10 @@ def save_head(
         block_size, mask_token, passes: of a DFlash head; published ones know of one pass only.
     """
     architecture = next(name for name, (kind, _) in ARCHITECTURES.items() if isinstance(module, kind))
-    values: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": "llama" if architecture == "LlamaForCausalLMEagle3" else "qwen3",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        "dtype": "bfloat16",
-    }
+    values = config_values(config, architecture)
     if architecture == "DFlashDraftModel":
         values["block_size"] = block_size
-        dflash = {"mask_token_id": mask_token, "target_layer_ids": list(config.target_layers)}
-        values["dflash_config"] = dflash if passes == 1 else dflash | {"passes": passes}
-    else:
-        values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.target_layers)}
-    if config.draft_vocab_size is not None:
-        values["draft_vocab_size"] = config.draft_vocab_size
+        values["dflash_config"] |= {"mask_token_id": mask_token} | ({} if passes == 1 else {"passes": passes})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     save_file(
@@ -169,20 +122,6 @@ def save_head(
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-
-
-def _target_layers(hf: HFConfig, depth: int) -> tuple[int, ...]:
-    """Layers of the target whose outputs are read; without a word on them, an early, a middle and a late one."""
-    for holder, key in _LAYER_KEYS:
-        named = hf.nested(holder)
-        if named.has(key):
-            layers = named.token_ids(key, None)
-            if not layers or max(layers) >= depth:
-                raise named.refusal(key, f"layers of the target, 0..{depth - 1}")
-            return layers
-    if depth < 6:
-        raise ValueError(f"{hf.source} names no layers of the target, and the usual ones need at least 6, not {depth}")
-    return (1, depth // 2 - 1, depth - 4)
 
 
 def _borrowed(target: HybridModel, params: Any) -> tuple[Array, Array | None]:

@@ -21,6 +21,7 @@ class EagleLayer(nnx.Module):
 
     def __init__(self, config: HeadConfig, **options: Any):
         D, eps, param_dtype = config.hidden_size, config.norm_eps, options["param_dtype"]
+        self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(D, eps=eps, param_dtype=param_dtype)
         self.hidden_norm = RMSNorm(D, eps=eps, param_dtype=param_dtype)
         self.self_attn = SelfAttention(config, 2 * D, head_norms=False, **options)
@@ -28,8 +29,9 @@ class EagleLayer(nnx.Module):
         self.mlp = MLP(D, config.intermediate_size, **options)
 
     def __call__(self, embedded: Hidden, hidden: Hidden, positions: Tokens, attend: Attend) -> Hidden:
-        x = join(self.input_layernorm(embedded), self.hidden_norm(hidden))
-        x = hidden + self.self_attn(x, positions, attend)
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        x = residual + self.self_attn(join(self.input_layernorm(embedded), normed), positions, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -174,10 +174,10 @@ class DFlashHead(DraftHead):
         """
         B, T = tokens.shape
         batch = self.window(cache, jnp.full((B,), T, jnp.int32), T)
-        batch = dataclasses.replace(batch, ancestors=jnp.ones((B, T, T), bool))  # all of the block sees all of it
+        both_ways = dataclasses.replace(batch, ancestors=jnp.ones((B, T, T), bool))  # all of the block sees all of it
         x, kv = self._embed(params, tokens), cache.kv
         for index, layer in enumerate(self._module(params).layers):
-            mixed = _Attention(self.config, index, kv, batch)
+            mixed = _Attention(self.config, index, kv, batch if self.config.fills_causally(index) else both_ways)
             x = layer(x, batch.positions, mixed)
             kv = mixed.kv
         return x, dataclasses.replace(cache, kv=kv)
@@ -194,7 +194,8 @@ class _Attention:
 
     def __init__(self, config: HeadConfig, index: int, kv: KVCache, batch: ForwardBatch):
         self.kv = kv
-        self._forward = functools.partial(FullAttention(scale=1 / math.sqrt(config.head_dim)).forward, index)
+        full = FullAttention(scale=1 / math.sqrt(config.head_dim), sliding_window=config.window(index))
+        self._forward = functools.partial(full.forward, index)
         self._batch = batch
 
     def __call__(self, inputs: AttentionInputs) -> Array:

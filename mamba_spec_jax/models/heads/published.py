@@ -151,6 +151,7 @@ def _head_config(layers: HybridConfig, target: HybridConfig) -> PublishedConfig:
         head_dim=layers.head_dim,
         vocab_size=layers.vocab_size,
         target_layers=(len(target.layer_types) - 1,),
+        rope_theta=None,  # its layers rotate by themselves
         norm_eps=layers.norm_eps,
         embedding_multiplier=layers.embedding_multiplier,
         logits_divisor=layers.logits_divisor,

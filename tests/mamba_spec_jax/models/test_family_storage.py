@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mamba_spec_jax.models.loading import load
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.modes import DTypePolicy
 from tests.golden.family_cases import FAMILY_CASES
 

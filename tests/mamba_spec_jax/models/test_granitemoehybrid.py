@@ -111,10 +111,10 @@ def test_spellings(values, field, expected):
         (LAYERS | {"layer_types": ["mamba"]}, "num_hidden_layers is 2, expected 1, the number of layer_types"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi', expected one of None, nope, rope"),
         (
-            ROPE | {"rope_parameters": {"rope_type": "yarn"}},
-            "rope_parameters: rope_type is 'yarn', expected one of def",
+            ROPE | {"rope_parameters": {"rope_type": "su"}},
+            "rope_parameters: rope_type is 'su', expected one of def",
         ),
-        (ROPE | {"rope_scaling": {"type": "linear"}}, "rope_scaling: type is 'linear', expected one of default"),
+        (ROPE | {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         (ROPE | {"rope_parameters": [1]}, "rope_parameters holds a list, expected an object"),
         (ROPE | {"rope_theta": -1}, "rope_theta is -1, expected a positive finite number"),
         ({"time_step_limit": [0.1]}, r"time_step_limit is \[0\.1\], expected two numbers"),
