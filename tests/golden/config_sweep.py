@@ -228,8 +228,8 @@ class Models:
         return self.ours[key]
 
 
-def sweep(model_type: str, case: str, found: dict[str, dict[str, str]]) -> int:
-    """Fills `found[key][value]` with what came of each; returns how many differ."""
+def sweep(model_type: str, case: str, keys: list[str], found: dict[str, dict[str, str]]) -> int:
+    """Fills `found[key][value]` with what came of each of `keys`, or of all; returns how many differ."""
     config = json.loads((HERE / case / "config.json").read_text())
     if model_type != config["model_type"]:  # a vision model's text part
         config = {"model_type": model_type, "text_config": config}
@@ -238,6 +238,8 @@ def sweep(model_type: str, case: str, found: dict[str, dict[str, str]]) -> int:
         folder = pathlib.Path(scratch)
         bases: dict[str, np.ndarray] = {}
         for key, values, model in patches(model_type, config):
+            if keys and key not in keys:
+                continue
             written = json.dumps(model)
             if written not in bases:
                 bases[written] = models.theirs(model, folder)
@@ -276,6 +278,7 @@ def compared(models: Models, changed: dict[str, Any], folder: pathlib.Path, base
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*", default=list(config_keys.MODEL_TYPES))
+    parser.add_argument("--keys", nargs="*", default=[], help="the keys to change; nothing is written then")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "config_effects.json")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
@@ -285,7 +288,9 @@ def main() -> None:
     for model_type in arguments.types:
         found: dict[str, dict[str, str]] = {}
         for case in BASES.get(model_type, (f"{model_type}/switches",)):
-            wrong += sweep(model_type, case, found)
+            wrong += sweep(model_type, case, arguments.keys, found)
+        if arguments.keys:
+            continue
         stored = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
         stored[model_type] = {key: effects(found[key]) for key in sorted(found)}
         arguments.out.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
