@@ -165,6 +165,10 @@ def patches(model_type: str, config: dict[str, Any]) -> Iterator[tuple[str, dict
             yield key, {key: value}, config
             if key in WITHOUT:
                 yield key, {key: value}, {name: config[name] for name in config if name not in WITHOUT[key]}
+            winner = known["aliases"].get(key)  # of the two names, where the file has both
+            if winner in config:
+                renamed = {key if name == winner else name: config[name] for name in config}
+                yield key, {key: value}, renamed
             if (model_type, key) in BESIDE:
                 yield key, {key: value}, config | BESIDE[model_type, key]
         if (key in known["fields"] and not isinstance(known["fields"][key], int)) or isinstance(present, bool):

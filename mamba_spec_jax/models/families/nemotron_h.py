@@ -27,6 +27,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
     head_dim = hf.integer("head_dim", 128, minimum=1)
     layer_types = _layer_types(hf)
     experts = hf.integer("n_routed_experts", 8, minimum=1) if "moe" in layer_types else 0
+    activation = hf.choice("mlp_hidden_act", "relu2", (*ACTIVATIONS, *keys.SILU[1:]))
     bias = hf.flag("use_bias", False)
     return HybridConfig(
         model_type="nemotron_h",
@@ -52,7 +53,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
         ),
         shared_intermediate_size=hf.integer("moe_shared_expert_intermediate_size", 7688, minimum=1) if experts else 0,
         mlp_intermediate_size=hf.integer("intermediate_size", 21504, minimum=1) if "mlp" in layer_types else 0,
-        mlp_activation=hf.choice("mlp_hidden_act", "relu2", ACTIVATIONS),
+        mlp_activation="silu" if activation in keys.SILU else activation,
         mlp_gated=False,
         mlp_bias=hf.flag("mlp_bias", False),
         num_experts=experts,

@@ -130,6 +130,7 @@ SPELLINGS = [
     ("granitemoehybrid", {"num_hidden_layers": 1, "layers_block_type": ["attention"]}, "layer_types", ("attention",)),
     ("qwen3_next", {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2}, "attention_layers", (1,)),
     ("mamba2", {"hidden_act": "swish"}, "num_experts", 0),
+    ("nemotron_h", {"mlp_hidden_act": "swish"}, "mlp_activation", "silu"),
 ]
 
 
