@@ -14,13 +14,24 @@ class HFConfig:
     Attributes:
         values: the parsed file.
         source: what messages call it.
+        names: what the file calls a key of `values`, where that is another name.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str = "config.json"):
+    def __init__(self, values: Mapping[str, Any], source: str = "config.json", names: Mapping[str, str] | None = None):
         if not isinstance(values, Mapping):
             raise ValueError(f"{source} holds a {type(values).__name__}, expected an object")
         self.values = values
         self.source = source
+        self.names = names or {}
+
+    def renamed(self, aliases: Iterable[tuple[str, str]]) -> "HFConfig":
+        """The same keys, where a key `other` of a pair `(other, name)` replaces what is under `name`."""
+        found = {other: name for other, name in aliases if other in self.values}
+        if not found:
+            return self
+        kept = {key: value for key, value in self.values.items() if key not in found}
+        replaced = {name: self.values[other] for other, name in found.items()}
+        return HFConfig(kept | replaced, self.source, {name: other for other, name in found.items()})
 
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
@@ -58,7 +69,7 @@ class HFConfig:
     def choice(self, key: str, default: Any, allowed: Iterable[Any]) -> Any:
         value, allowed = self._get(key, default), tuple(allowed)
         if value not in allowed:
-            raise self.refusal(key, f"one of {', '.join(map(str, allowed))}")
+            raise self.refusal(key, f"one of {', '.join('null' if item is None else str(item) for item in allowed)}")
         return value
 
     def choices(self, key: str, allowed: Iterable[str]) -> tuple[str, ...]:
@@ -89,7 +100,7 @@ class HFConfig:
 
     def refusal(self, key: str, expected: str) -> ValueError:
         """The error to raise for a key that holds something else."""
-        return ValueError(f"{self.source}: {key} is {self.values.get(key)!r}, expected {expected}")
+        return ValueError(f"{self.source}: {self.names.get(key, key)} is {self.values.get(key)!r}, expected {expected}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key, default)

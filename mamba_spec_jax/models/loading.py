@@ -39,7 +39,7 @@ def read_config(folder: Path) -> tuple[Family, HybridConfig]:
         raise ValueError(
             f"{folder} is quantized ({', '.join(names)}), expected a checkpoint of plain floating-point weights"
         )
-    return family, _with_generation_config(family.read_config(hf), folder)
+    return family, _with_generation_config(family.config(hf), folder)
 
 
 def _with_generation_config(config: HybridConfig, folder: Path) -> HybridConfig:

@@ -48,4 +48,4 @@ def family_of(hf: HFConfig) -> Family:
 def config_from_hf(values: Mapping[str, Any]) -> HybridConfig:
     """The model that a parsed `config.json` describes; ValueError naming the key that cannot be honoured."""
     hf = HFConfig(values)
-    return family_of(hf).read_config(hf)
+    return family_of(hf).config(hf)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Weight
 from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
@@ -13,7 +13,6 @@ from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`; absent keys have transformers' defaults."""
-    hf.choice("hidden_act", "silu", ["silu"])
     hidden_size = hf.integer("hidden_size", 4096, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 32, minimum=1)
     head_dim = hf.integer("head_dim", minimum=1) if hf.has("head_dim") else hidden_size // attention_heads
@@ -76,4 +75,10 @@ def _layer_types(hf: HFConfig) -> tuple[str, ...]:
     return tuple("attention" if i in indices else "mamba" for i in range(count))
 
 
-FAMILY = Family(read_config=read_config, weights=weights)
+FAMILY = Family(
+    read_config=read_config,
+    weights=weights,
+    without_effect=frozenset({"num_logits_to_keep", "partial_rotary_factor", "z_loss_coefficient"}),
+    # `attn_layer_indices` say which layers attend: transformers refuses any other list of them.
+    only={"hidden_act": keys.SILU, "layer_types": (None,), "layers_block_type": (None,)},
+)

@@ -5,10 +5,12 @@ import enum
 import math
 from collections.abc import Callable, Container, Iterable
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 
 from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.models.families import keys
 from mamba_spec_jax.models.hf_config import HFConfig
 
 
@@ -101,8 +103,13 @@ class Family:
     """A kind of checkpoint, as its `model_type` names it.
 
     Attributes:
-        read_config: the model that a `config.json` describes; ValueError naming the key it cannot honour.
+        read_config: the model that the keys describe, under the names that `config` gives them.
+        aliases: pairs (another name of a key, the name that `read_config` reads); a value under the first is the one
+            that counts, as in transformers.
+        without_effect: keys that transformers knows and that change no logits, beside `keys.WITHOUT_EFFECT`.
+        only: keys that may have no other values than these, the default first, beside `keys.ONLY`.
         weights: every weight that a checkpoint of that model has.
+        text: the part of a `config.json` that describes the language model.
         renames: pairs (part of an older name, what it is called in `weights`).
         unused: how the names of weights begin that a checkpoint may have and the model has no use for.
         prediction: the head that its checkpoints may carry, None if that is unknown.
@@ -110,9 +117,20 @@ class Family:
 
     read_config: Callable[[HFConfig], HybridConfig]
     weights: Callable[[HybridConfig], Iterable[Weight]]
+    text: Callable[[HFConfig], HFConfig] = lambda hf: hf
+    aliases: tuple[tuple[str, str], ...] = ()
+    without_effect: frozenset[str] = frozenset()
+    only: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     prediction: Prediction | None = None
+
+    def config(self, hf: HFConfig) -> HybridConfig:
+        """The model that a `config.json` describes; ValueError naming the key that cannot be honoured."""
+        hf = self.text(hf).renamed(self.aliases)
+        for key, values in (keys.ONLY | self.only).items():
+            hf.choice(key, values[0], values)
+        return self.read_config(hf)
 
     def canonical(self, name: str) -> str:
         """The name that `weights` uses for a stored weight."""

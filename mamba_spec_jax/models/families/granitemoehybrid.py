@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
 from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
@@ -13,7 +13,6 @@ from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`, published or written by transformers; absent keys have transformers' defaults."""
-    hf.choice("hidden_act", "silu", ["silu"])
     hidden_size = hf.integer("hidden_size", 4096, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 32, minimum=1)
     head_dim = hf.integer("head_dim", minimum=1) if hf.has("head_dim") else hidden_size // attention_heads
@@ -80,12 +79,11 @@ def weights(config: HybridConfig) -> Iterator[Weight]:
 
 
 def _layer_types(hf: HFConfig) -> tuple[str, ...]:
-    key = "layer_types" if hf.has("layer_types") else "layers_block_type"
-    if not hf.has(key):
+    if not hf.has("layer_types"):
         return ("mamba",) * hf.integer("num_hidden_layers", 32, minimum=1)
-    kinds = hf.choices(key, pieces.LAYER_TYPES)
+    kinds = hf.choices("layer_types", pieces.LAYER_TYPES)
     if hf.integer("num_hidden_layers", 32, minimum=1) != len(kinds):
-        raise hf.refusal("num_hidden_layers", f"{len(kinds)}, the number of {key}")
+        raise hf.refusal("num_hidden_layers", f"{len(kinds)}, the number of layer_types")
     return tuple(pieces.LAYER_TYPES[kind] for kind in kinds)
 
 
@@ -96,6 +94,8 @@ def _rotates(hf: HFConfig) -> bool:
 FAMILY = Family(
     read_config=read_config,
     weights=weights,
+    aliases=(("layers_block_type", "layer_types"),),
+    only={"hidden_act": keys.SILU},
     renames=(
         ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
         ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba1Config
@@ -13,7 +13,6 @@ from mamba_spec_jax.models.recurrent_config import Mamba1Config
 
 def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`; absent keys have transformers' defaults."""
-    hf.choice("hidden_act", "silu", ["silu"])
     hidden_size = hf.integer("hidden_size", 4096, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 32, minimum=1)
     head_dim = hf.integer("head_dim", minimum=1) if hf.has("head_dim") else hidden_size // attention_heads
@@ -105,4 +104,17 @@ def _rank(hf: HFConfig, hidden_size: int) -> int:
     return hf.integer("mamba_dt_rank", minimum=1)
 
 
-FAMILY = Family(read_config=read_config, weights=weights)
+FAMILY = Family(
+    read_config=read_config,
+    weights=weights,
+    aliases=(("num_local_experts", "num_experts"),),
+    without_effect=keys.UNROTATED
+    | {"max_position_embeddings", "use_associative_scan", "use_mamba_kernels", "use_mambapy"},
+    # Periods and offsets say which layers are what: transformers refuses lists of them.
+    only={
+        "hidden_act": keys.SILU,
+        "layer_types": (None,),
+        "layers_block_type": (None,),
+        "layers_num_experts": (None,),
+    },
+)

@@ -5,7 +5,7 @@ from typing import cast
 
 from mamba_spec_jax.layers.routing import SigmoidRouting
 from mamba_spec_jax.models.config import HybridConfig, LatentDims
-from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig
@@ -15,11 +15,6 @@ _EXPERT = ("w1", "w3", "w2")
 
 def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`, published or written by transformers; absent keys have transformers' defaults."""
-    hf.choice("hidden_act", "silu", ["silu"])
-    hf.choice("mla_use_nope", True, [True])
-    hf.choice("moe_router_activation_func", "sigmoid", ["sigmoid"])
-    hf.choice("moe_layer_freq", 1, [1])
-    hf.choice("tie_word_embeddings", False, [False])  # transformers does not tie them, whatever this says
     layers = hf.integer("num_hidden_layers", 27, minimum=1)
     latent = LatentDims(
         rank=hf.integer("kv_lora_rank", 512, minimum=1),
@@ -34,23 +29,23 @@ def read_config(hf: HFConfig) -> HybridConfig:
         vocab_size=hf.integer("vocab_size", 163840, minimum=1),
         hidden_size=hf.integer("hidden_size", 2304, minimum=1),
         layer_types=_layer_types(hf, layers),
-        num_attention_heads=hf.integer("num_attention_heads", 32, minimum=1),
+        num_attention_heads=_attention_heads(hf),
         num_key_value_heads=1,
         head_dim=latent.rank + latent.shared,
         attention_scale=(latent.key + latent.shared) ** -0.5,
         attention_bias=hf.flag("attention_bias", False),
         latent=latent,
         recurrent=_recurrent(hf),
-        shared_intermediate_size=width * hf.integer("num_shared_experts", 1, minimum=1),
+        shared_intermediate_size=width * hf.integer("n_shared_experts", 1, minimum=1),
         dense_layers=_dense_layers(hf, layers),
         mlp_intermediate_size=hf.integer("intermediate_size", 9216, minimum=1),
-        num_experts=hf.integer("num_experts", 256, minimum=1),
-        experts_per_token=hf.integer("num_experts_per_token", 8, minimum=1),
+        num_experts=hf.integer("num_local_experts", 256, minimum=1),
+        experts_per_token=hf.integer("num_experts_per_tok", 8, minimum=1),
         expert_intermediate_size=width,
         sigmoid_routing=SigmoidRouting(
-            groups=hf.integer("num_expert_group", 1, minimum=1),
+            groups=hf.integer("n_group", 1, minimum=1),
             top_groups=hf.integer("topk_group", 1, minimum=1),
-            normalized=hf.flag("moe_renormalize", True),
+            normalized=hf.flag("norm_topk_prob", True),
             scale=hf.number("routed_scaling_factor", 2.446),
         ),
         norm_eps=hf.number("rms_norm_eps", 1e-5, positive=True),
@@ -105,6 +100,14 @@ def _gated_delta(stored: str, ours: str, config: HybridConfig) -> Iterator[Weigh
     yield from pieces.gated_delta(stored, ours, config, norm="o_norm", out="o_proj")
 
 
+def _attention_heads(hf: HFConfig) -> int:
+    """Latent attention has keys and values for every head."""
+    heads = hf.integer("num_attention_heads", 32, minimum=1)
+    if heads // pieces.kv_heads(hf, 32, heads) != 1:
+        raise hf.refusal("num_key_value_heads", f"null or {heads}, which is num_attention_heads")
+    return heads
+
+
 def _recurrent(hf: HFConfig) -> GatedDeltaConfig:
     """Published files have a part of their own for these; transformers writes them beside the rest."""
     given = hf.nested("linear_attn_config")
@@ -148,5 +151,23 @@ def _dense_layers(hf: HFConfig, count: int) -> tuple[int, ...]:
 FAMILY = Family(
     read_config=read_config,
     weights=weights,
+    aliases=(
+        ("moe_renormalize", "norm_topk_prob"),
+        ("num_expert_group", "n_group"),
+        ("num_experts", "num_local_experts"),
+        ("num_experts_per_token", "num_experts_per_tok"),
+        ("num_shared_experts", "n_shared_experts"),
+    ),
+    # The output projection is never tied; the two dims of heads are derived from others.
+    without_effect=keys.UNROTATED
+    | {
+        "head_dim",
+        "max_position_embeddings",
+        "model_max_length",
+        "pretraining_tp",
+        "qk_head_dim",
+        "tie_word_embeddings",
+    },
+    only={"hidden_act": keys.SILU},
     renames=((".block_sparse_moe.", ".mlp."), ("self_attn.forget_gate.", "self_attn.")),
 )

@@ -10,7 +10,7 @@ from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import ShortConvConfig
 
-_LAYER_TYPES = {"conv": "short_conv", "full_attention": "attention"}
+_LAYER_TYPES = {"conv": "short_conv", "full_attention": "attention", "attention": "attention"}
 
 
 def read_config(hf: HFConfig) -> HybridConfig:
@@ -36,7 +36,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
         ),
         shared_intermediate_size=_intermediate_size(hf),
         norm_eps=hf.number("norm_eps", 1e-5, positive=True),
-        tie_embeddings=hf.flag("tie_embedding" if hf.has("tie_embedding") else "tie_word_embeddings", True),
+        tie_embeddings=hf.flag("tie_word_embeddings", True),
         eos_token_ids=hf.token_ids("eos_token_id", 2),
     )
 
@@ -75,7 +75,7 @@ def _layer_types(hf: HFConfig) -> tuple[str, ...]:
 
 def _intermediate_size(hf: HFConfig) -> int:
     """The width of the feed-forward part, which the file may state as that of a part without a gate."""
-    width = hf.integer("block_ff_dim" if hf.has("block_ff_dim") else "intermediate_size", 12288, minimum=1)
+    width = hf.integer("intermediate_size", 12288, minimum=1)
     if not hf.flag("block_auto_adjust_ff_dim", True):
         return width
     width = int(2 * width / 3)
@@ -89,6 +89,7 @@ def _intermediate_size(hf: HFConfig) -> int:
 FAMILY = Family(
     read_config=read_config,
     weights=weights,
+    aliases=(("tie_embedding", "tie_word_embeddings"), ("block_ff_dim", "intermediate_size")),
     renames=(
         ("self_attn.out_proj.", "self_attn.o_proj."),
         ("self_attn.q_layernorm.", "self_attn.q_norm."),

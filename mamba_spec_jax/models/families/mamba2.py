@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
@@ -12,7 +12,6 @@ from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`; absent keys have transformers' defaults."""
-    hf.choice("hidden_act", "silu", ["silu"])
     hidden_size = hf.integer("hidden_size", 4096, minimum=1)
     heads, head_dim = hf.integer("num_heads", 128, minimum=1), hf.integer("head_dim", 64, minimum=1)
     inner = hf.integer("expand", 2, minimum=1) * hidden_size
@@ -55,4 +54,11 @@ def weights(config: HybridConfig) -> Iterator[Weight]:
     yield from pieces.output_head("backbone.embeddings.weight", config)
 
 
-FAMILY = Family(read_config=read_config, weights=weights, renames=(("backbone.embedding.", "backbone.embeddings."),))
+FAMILY = Family(
+    read_config=read_config,
+    weights=weights,
+    without_effect=keys.UNROTATED | {"time_step_floor", "time_step_max", "time_step_min", "time_step_rank"},
+    # transformers 5.24 rescales the loaded weights of this family too, not only those that it draws.
+    only={"hidden_act": keys.SILU, "layer_types": (None,), "rescale_prenorm_residual": (False,)},
+    renames=(("backbone.embedding.", "backbone.embeddings."),),
+)

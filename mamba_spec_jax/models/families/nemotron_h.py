@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mamba_spec_jax.layers.mlp import ACTIVATIONS
 from mamba_spec_jax.layers.routing import SigmoidRouting
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Prediction, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
@@ -23,16 +23,11 @@ def read_config(hf: HFConfig) -> HybridConfig:
     The time step is clamped as in transformers' full forward, to `time_step_min` and more, whatever `time_step_limit`
     says; its one-token step does not clamp at all.
     """
-    hf.choice("mamba_hidden_act", "silu", ["silu"])
-    # What transformers does not compute, whatever these say.
-    for key, only in (("attention_bias", False), ("mamba_proj_bias", False), ("tie_word_embeddings", False)):
-        hf.choice(key, only, [only])
-    hf.choice("sliding_window", None, [None])
-    hf.choice("n_shared_experts", 1, [1])
     attention_heads = hf.integer("num_attention_heads", 32, minimum=1)
     head_dim = hf.integer("head_dim", 128, minimum=1)
     layer_types = _layer_types(hf)
     experts = hf.integer("n_routed_experts", 8, minimum=1) if "moe" in layer_types else 0
+    activation = hf.choice("mlp_hidden_act", "relu2", (*ACTIVATIONS, *keys.SILU[1:]))
     bias = hf.flag("use_bias", False)
     return HybridConfig(
         model_type="nemotron_h",
@@ -58,7 +53,7 @@ def read_config(hf: HFConfig) -> HybridConfig:
         ),
         shared_intermediate_size=hf.integer("moe_shared_expert_intermediate_size", 7688, minimum=1) if experts else 0,
         mlp_intermediate_size=hf.integer("intermediate_size", 21504, minimum=1) if "mlp" in layer_types else 0,
-        mlp_activation=hf.choice("mlp_hidden_act", "relu2", ACTIVATIONS),
+        mlp_activation="silu" if activation in keys.SILU else activation,
         mlp_gated=False,
         mlp_bias=hf.flag("mlp_bias", False),
         num_experts=experts,
@@ -137,13 +132,8 @@ def _experts(stored: str, ours: str, config: HybridConfig) -> Iterator[Weight]:
 
 
 def _layer_types(hf: HFConfig) -> tuple[str, ...]:
-    key = next((key for key in ("layers_block_type", "layer_types") if hf.has(key)), "hybrid_override_pattern")
-    if not hf.has(key):
-        return _DEFAULT_LAYERS
-    kinds = _layers_of(hf, key)
-    if hf.integer("num_hidden_layers", len(kinds), minimum=1) != len(kinds):
-        raise hf.refusal("num_hidden_layers", f"{len(kinds)}, the number of layers in {key}")
-    return kinds
+    key = "layers_block_type" if hf.has("layers_block_type") else "hybrid_override_pattern"
+    return _layers_of(hf, key) if hf.has(key) else _DEFAULT_LAYERS
 
 
 def _layers_of(hf: HFConfig, key: str) -> tuple[str, ...]:
@@ -159,6 +149,46 @@ def _layers_of(hf: HFConfig, key: str) -> tuple[str, ...]:
 FAMILY = Family(
     read_config=read_config,
     weights=weights,
+    aliases=(
+        ("layer_types", "layers_block_type"),
+        ("mamba_chunk_size", "chunk_size"),
+        ("mamba_conv_bias", "use_conv_bias"),
+        ("mamba_d_conv", "conv_kernel"),
+        ("mamba_dt_min", "time_step_min"),
+        ("mamba_n_groups", "n_groups"),
+        ("num_local_experts", "n_routed_experts"),
+    ),
+    # Biases of attention, a tied output projection, more than one shared expert, a window: transformers 5.24 computes
+    # none of them, whatever the file says. The list of layers says how many there are. `mtp_*` describe the head for
+    # multi-token prediction.
+    without_effect=keys.UNROTATED
+    | {
+        "attention_bias",
+        "expand",
+        "hidden_dropout",
+        "mamba_dt_init_floor",
+        "mamba_dt_limit",
+        "mamba_dt_max",
+        "mamba_expand",
+        "mamba_proj_bias",
+        "mamba_ssm_cache_dtype",
+        "max_position_embeddings",
+        "moe_shared_expert_overlap",
+        "mtp_hybrid_override_pattern",
+        "mtp_layers_block_type",
+        "n_shared_experts",
+        "num_hidden_layers",
+        "num_logits_to_keep",
+        "num_nextn_predict_layers",
+        "rescale_prenorm_residual",
+        "sliding_window",
+        "tie_word_embeddings",
+        "time_step_floor",
+        "time_step_limit",
+        "time_step_max",
+        "use_mamba_kernels",
+    },
+    only={"mamba_hidden_act": keys.SILU},
     renames=(("backbone.", "model."),),
     unused=("mtp.",),
     prediction=Prediction(config=prediction_config, weights=prediction_weights),

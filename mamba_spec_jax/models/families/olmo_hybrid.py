@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
 from mamba_spec_jax.models.families.rotary import rope_parameters, rotary
 from mamba_spec_jax.models.hf_config import HFConfig
@@ -13,7 +13,6 @@ from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig
 
 def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`; absent keys have transformers' defaults."""
-    hf.choice("hidden_act", "silu", ["silu"])
     hidden_size = hf.integer("hidden_size", 3840, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 30, minimum=1)
     if not hf.has("head_dim") and hidden_size % attention_heads:
@@ -110,6 +109,10 @@ def _or(hf: HFConfig, key: str, default: int) -> int:
 FAMILY = Family(
     read_config=read_config,
     weights=weights,
+    without_effect=frozenset(  # they say how weights are drawn
+        {"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"}
+    ),
+    only={"hidden_act": keys.SILU},
     renames=(
         ("attention_layer_norm", "input_layernorm"),
         ("feedforward_layer_norm", "post_attention_layernorm"),

@@ -15,7 +15,12 @@ LAYER_TYPES = {
     "linear_attention": "mamba",
     "full_attention": "attention",
 }
-GATED_DELTA_LAYER_TYPES = {"linear_attention": "gated_delta", "full_attention": "attention"}
+GATED_DELTA_LAYER_TYPES = {
+    "linear_attention": "gated_delta",
+    "full_attention": "attention",
+    "mamba": "gated_delta",
+    "attention": "attention",
+}
 
 
 def linear(stored: str, ours: str, bias: bool = False) -> Iterator[Weight]:
@@ -106,13 +111,15 @@ def kv_heads(hf: HFConfig, default: int, heads: int) -> int:
     return hf.integer("num_key_value_heads", default, minimum=1)
 
 
-def mamba_head_dim(hf: HFConfig, inner: int, heads: int, meaning: str, key: str = "mamba_n_heads") -> int:
-    """P, from the width `inner` that the heads share; `meaning` says what that width is."""
+def mamba_head_dim(
+    hf: HFConfig, inner: int, heads: int, meaning: str, names: tuple[str, str] = ("mamba_n_heads", "mamba_d_head")
+) -> int:
+    """P, from the width `inner` that the heads share; `meaning` says what that is, `names` are those of H and P."""
     if inner % heads:
-        raise hf.refusal(key, f"a divisor of {meaning} = {inner}")
+        raise hf.refusal(names[0], f"a divisor of {meaning} = {inner}")
     expected = inner // heads
-    if hf.values.get("mamba_d_head", "auto") not in ("auto", expected):
-        raise hf.refusal("mamba_d_head", f"{expected}: {meaning} / {key}")
+    if hf.values.get(names[1], "auto") not in ("auto", expected):
+        raise hf.refusal(names[1], f"{expected}: {meaning} / {names[0]}")
     return expected
 
 

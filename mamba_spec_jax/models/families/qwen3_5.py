@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import pieces, qwen3_next
+from mamba_spec_jax.models.families import keys, pieces, qwen3_next
 from mamba_spec_jax.models.families.base import Family, Layout, Weight
 from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
@@ -13,25 +13,23 @@ from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig
 
 
 def read_config(hf: HFConfig) -> HybridConfig:
-    """The model of a `config.json`, or the text part of one; absent keys have transformers' defaults."""
-    text = _text(hf)
-    layers = text.integer("num_hidden_layers", 32, minimum=1)
-    dense = {"shared_intermediate_size": text.integer("intermediate_size", 12288, minimum=1)}
-    return _read(text, "qwen3_5", layers, text.integer("hidden_size", 4096, minimum=1), 4, dense)
+    """The model of a `config.json`; absent keys have transformers' defaults."""
+    layers = hf.integer("num_hidden_layers", 32, minimum=1)
+    dense = {"shared_intermediate_size": hf.integer("intermediate_size", 12288, minimum=1)}
+    return _read(hf, "qwen3_5", layers, hf.integer("hidden_size", 4096, minimum=1), 4, dense)
 
 
 def read_moe_config(hf: HFConfig) -> HybridConfig:
     """The same with experts in every layer."""
-    text = _text(hf)
-    layers = text.integer("num_hidden_layers", 40, minimum=1)
+    layers = hf.integer("num_hidden_layers", 40, minimum=1)
     experts = {
-        "shared_intermediate_size": text.integer("shared_expert_intermediate_size", 512, minimum=1),
+        "shared_intermediate_size": hf.integer("shared_expert_intermediate_size", 512, minimum=1),
         "shared_gated": True,
-        "num_experts": text.integer("num_experts", 256, minimum=1),
-        "experts_per_token": text.integer("num_experts_per_tok", 8, minimum=1),
-        "expert_intermediate_size": text.integer("moe_intermediate_size", 512, minimum=1),
+        "num_experts": hf.integer("num_experts", 256, minimum=1),
+        "experts_per_token": hf.integer("num_experts_per_tok", 8, minimum=1),
+        "expert_intermediate_size": hf.integer("moe_intermediate_size", 512, minimum=1),
     }
-    return _read(text, "qwen3_5_moe", layers, text.integer("hidden_size", 2048, minimum=1), 2, experts)
+    return _read(hf, "qwen3_5_moe", layers, hf.integer("hidden_size", 2048, minimum=1), 2, experts)
 
 
 def weights(config: HybridConfig) -> Iterator[Weight]:
@@ -42,7 +40,6 @@ def weights(config: HybridConfig) -> Iterator[Weight]:
 def _read(
     hf: HFConfig, model_type: str, layers: int, hidden_size: int, kv_heads: int, feed_forward: dict[str, Any]
 ) -> HybridConfig:
-    hf.choice("hidden_act", "silu", ["silu"])
     head_dim = hf.integer("head_dim", 256, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 16, minimum=1)
     return HybridConfig(
@@ -90,6 +87,8 @@ def _in_proj(stored: str, ours: str, config: HybridConfig) -> Weight:
 FAMILY = Family(
     read_config=read_config,
     weights=weights,
+    text=_text,
+    only={"hidden_act": keys.SILU},
     renames=(("model.language_model.", "model."),),
     unused=("mtp.", "model.visual."),
     prediction=qwen3_next.PREDICTION,

@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 
 from mamba_spec_jax.models.config import HybridConfig
-from mamba_spec_jax.models.families import pieces
+from mamba_spec_jax.models.families import keys, pieces
 from mamba_spec_jax.models.families.base import Family, Layout, Prediction, Weight
 from mamba_spec_jax.models.families.rotary import rotary
 from mamba_spec_jax.models.hf_config import HFConfig
@@ -16,7 +16,6 @@ from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig
 
 def read_config(hf: HFConfig) -> HybridConfig:
     """The model of a `config.json`; absent keys have transformers' defaults."""
-    hf.choice("hidden_act", "silu", ["silu"])
     layers = hf.integer("num_hidden_layers", 48, minimum=1)
     head_dim = hf.integer("head_dim", 256, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 16, minimum=1)
@@ -127,4 +126,10 @@ def _dense_layers(hf: HFConfig, layers: int) -> tuple[int, ...]:
 
 
 PREDICTION = Prediction(config=prediction_config, weights=prediction_weights)
-FAMILY = Family(read_config=read_config, weights=weights, unused=("mtp.",), prediction=PREDICTION)
+FAMILY = Family(
+    read_config=read_config,
+    weights=weights,
+    only={"hidden_act": keys.SILU},
+    unused=("mtp.",),
+    prediction=PREDICTION,
+)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from mamba_spec_jax.models.config import HybridConfig, SharedBlocks
 from mamba_spec_jax.models.families import pieces
@@ -11,6 +12,7 @@ from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
 
 _LAYER_TYPES = {"mamba": "mamba", "linear_attention": "mamba", "hybrid": "shared"}
+_MAMBA_KEYS = ("n_mamba_heads", "mamba_headdim")
 _DEFAULT_LAYERS = 54
 _DEFAULT_SHARED = (6, 12, 18, 24, 30, 36, 42, 47, 51)
 
@@ -21,20 +23,18 @@ def read_config(hf: HFConfig) -> HybridConfig:
     The time step is clamped as in transformers' full forward, to `time_step_min` and more; its one-token step does not
     clamp at all.
     """
-    hf.choice("use_conv_bias", True, [True])  # transformers' convolutions always have a bias
-    hf.choice("use_long_context", False, [False])  # its rotary base differs between versions of transformers
-    hf.choice("hidden_act", "gelu", ["gelu"])
-    hf.choice("tie_word_embeddings", True, [True])  # without it transformers does not share the blocks either
     hidden_size = hf.integer("hidden_size", 2560, minimum=1)
     attention_heads = hf.integer("num_attention_heads", 32, minimum=1)
     if 2 * hidden_size % attention_heads:
         raise hf.refusal("num_attention_heads", f"a divisor of 2 * hidden_size = {2 * hidden_size}")
-    head_dim = 2 * hidden_size // attention_heads
+    head_dim = _derived(hf, "attention_head_dim", 2 * hidden_size // attention_heads)
+    _derived(hf, "attention_hidden_size", 2 * hidden_size)
     kv_heads = pieces.kv_heads(hf, attention_heads, attention_heads)
     mamba_heads = hf.integer("n_mamba_heads", 8, minimum=1)
     inner = hf.integer("mamba_expand", 2, minimum=1) * hidden_size
     bias = hf.flag("add_bias_linear", False)
     layer_types = _layer_types(hf)
+    _derived(hf, "hybrid_layer_ids", [i for i, kind in enumerate(layer_types) if kind == "shared"])
     adapts_attention = hf.flag("use_shared_attention_adapter", False)
     if adapts_attention and kv_heads != attention_heads:
         raise hf.refusal("num_key_value_heads", f"{attention_heads}, all the heads, with use_shared_attention_adapter")
@@ -53,10 +53,10 @@ def read_config(hf: HFConfig) -> HybridConfig:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         attention_scale=(head_dim / 2) ** -0.5,
-        **(rotary(hf, head_dim, max_length=4096) if hf.flag("use_mem_rope", False) else {}),
+        **(rotary(_lengthened(hf), head_dim, max_length=4096) if hf.flag("use_mem_rope", False) else {}),
         recurrent=Mamba2Config(
             heads=mamba_heads,
-            head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size", "n_mamba_heads"),
+            head_dim=pieces.mamba_head_dim(hf, inner, mamba_heads, "mamba_expand * hidden_size", _MAMBA_KEYS),
             state=hf.integer("mamba_d_state", 64, minimum=1),
             groups=hf.integer("mamba_ngroups", 1, minimum=1),
             conv_width=hf.integer("mamba_d_conv", 4, minimum=2),
@@ -131,16 +131,46 @@ def _repeating(weight: Weight, stored: str, original: str) -> Weight:
 
 
 def _layer_types(hf: HFConfig) -> tuple[str, ...]:
-    key = next((key for key in ("layers_block_type", "layer_types") if hf.has(key)), None)
     count = hf.integer("num_hidden_layers", _DEFAULT_LAYERS, minimum=1)
-    if key is None:
+    if not hf.has("layers_block_type"):
         if count != _DEFAULT_LAYERS:
             raise hf.refusal("num_hidden_layers", f"{_DEFAULT_LAYERS} where there are no layers_block_type")
         return tuple("shared" if i in _DEFAULT_SHARED else "mamba" for i in range(count))
-    kinds = tuple(_LAYER_TYPES[kind] for kind in hf.choices(key, _LAYER_TYPES))
+    kinds = tuple(_LAYER_TYPES[kind] for kind in hf.choices("layers_block_type", _LAYER_TYPES))
     if len(kinds) != count:
-        raise hf.refusal("num_hidden_layers", f"{len(kinds)}, the number of {key}")
+        raise hf.refusal("num_hidden_layers", f"{len(kinds)}, the number of layers_block_type")
     return kinds
 
 
-FAMILY = Family(read_config=read_config, weights=weights)
+def _lengthened(hf: HFConfig) -> HFConfig:
+    """A long context replaces the number of positions, which scaled rotary embedding depends on."""
+    if not hf.flag("use_long_context", False):
+        return hf
+    return HFConfig({**hf.values, "max_position_embeddings": 16384}, hf.source, hf.names)
+
+
+def _derived(hf: HFConfig, key: str, value: Any) -> Any:
+    """What transformers derives from other keys and writes beside them; another value is refused."""
+    return hf.choice(key, value, [value])
+
+
+FAMILY = Family(
+    read_config=read_config,
+    weights=weights,
+    aliases=(("layer_types", "layers_block_type"), ("head_dim", "attention_head_dim")),
+    # Convolutions have a bias, whatever `use_conv_bias` says.
+    without_effect=frozenset(
+        {
+            "kv_channels",
+            "num_logits_to_keep",
+            "num_query_groups",
+            "time_step_floor",
+            "time_step_max",
+            "use_conv_bias",
+            "use_mamba_kernels",
+            "use_mem_eff_path",
+        }
+    ),
+    # Without tied embeddings transformers does not share the blocks either.
+    only={"hidden_act": ("gelu",), "tie_word_embeddings": (True,)},
+)
