@@ -186,8 +186,8 @@ def _read_params(
 ) -> Any:
     abstract = nnx.to_flat_state(model.abstract_params())
     leaves = {".".join(map(str, path)): leaf for path, leaf in abstract}
-    stored = _stored_names(family, files, folder)
     weights = list(family.weights(model.config))
+    stored = _stored_names(family, weights, files, folder)
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     check_weights(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
     places = place_all(shapes, *where)
@@ -225,13 +225,15 @@ def _progress_bar(wanted: bool | None) -> Progress:
     return Progress(*columns, console=console, disable=hidden)
 
 
-def _stored_names(family: Family, files: WeightFiles, folder: Path) -> dict[str, str]:
+def _stored_names(family: Family, weights: Sequence[Weight], files: WeightFiles, folder: Path) -> dict[str, str]:
     """What the files call each weight that the model may use, by its canonical name."""
     stored: dict[str, str] = {}
-    for name in files.shapes:
-        if name.startswith(family.unused):
-            continue
-        canonical = family.canonical(name)
+    embedding = next(weight.name for weight in weights if weight.path == "embed_tokens.embedding")
+    try:
+        names = family.canonical_names(tuple(files.shapes), embedding)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    for name, canonical in names.items():
         if canonical in stored:
             raise ValueError(f"{folder} has one weight under two names: {stored[canonical]} and {name}")
         stored[canonical] = name

@@ -55,4 +55,9 @@ def weights(config: HybridConfig) -> Iterator[Weight]:
     yield from pieces.output_head("backbone.embeddings.weight", config)
 
 
-FAMILY = Family(read_config=read_config, weights=weights, renames=(("backbone.embedding.", "backbone.embeddings."),))
+FAMILY = Family(
+    read_config=read_config,
+    weights=weights,
+    base="backbone.",
+    renames=(("backbone.embedding.", "backbone.embeddings."),),
+)

@@ -159,7 +159,7 @@ def _layers_of(hf: HFConfig, key: str) -> tuple[str, ...]:
 FAMILY = Family(
     read_config=read_config,
     weights=weights,
-    renames=(("backbone.", "model."),),
+    renames=(("backbone.", "model."), ("model.embedding.", "model.embeddings.")),
     unused=("mtp.",),
     prediction=Prediction(config=prediction_config, weights=prediction_weights),
 )

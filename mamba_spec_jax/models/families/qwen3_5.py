@@ -90,7 +90,6 @@ def _in_proj(stored: str, ours: str, config: HybridConfig) -> Weight:
 FAMILY = Family(
     read_config=read_config,
     weights=weights,
-    renames=(("model.language_model.", "model."),),
     unused=("mtp.", "model.visual."),
     prediction=qwen3_next.PREDICTION,
 )
