@@ -3,70 +3,113 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
+from mamba_spec_jax.attention.base import AttentionBackend, AttentionInputs, ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
+from mamba_spec_jax.attention.gated_delta import GatedDelta, GatedDeltaInputs, GatedDeltaWeights
 from mamba_spec_jax.attention.hybrid import HybridAttnBackend
 from mamba_spec_jax.attention.hybrid_linear import HybridLinearAttnBackend
+from mamba_spec_jax.attention.mamba1 import Mamba1, Mamba1Inputs, Mamba1Weights
 from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs, Mamba2Weights
 from mamba_spec_jax.attention.recurrence import Recurrence
+from mamba_spec_jax.attention.short_conv import ShortConv, ShortConvInputs, ShortConvWeights
 from mamba_spec_jax.cache.pools import HybridCache, KVCache, MambaPool, PoolSpec, RingSpec
-from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
+from mamba_spec_jax.cache.records import Draft, ModelOutput, RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.slots import SlotAllocator, reset_slots, tracking_steps
-from mamba_spec_jax.models.config import HybridConfig
+from mamba_spec_jax.layers.routing import SigmoidRouting
+from mamba_spec_jax.models.config import BranchMultipliers, HybridConfig, LatentDims, SharedBlocks
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.memory import MemoryPlan, plan_memory
-from mamba_spec_jax.models.recurrent_config import Mamba2Config
+from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig, Mamba1Config, Mamba2Config, ShortConvConfig
 from mamba_spec_jax.models.strategy import StrategyChoice, choose_strategy
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, ReplayRing, SpeculativeMode
 from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
 from mamba_spec_jax.speculative.decode import (
     DecodeState,
+    Requests,
+    Statistics,
     decode_steps,
     decode_until_finished,
     speculative_decode_step,
 )
-from mamba_spec_jax.speculative.depth import AutoDepth, FixedDepth
+from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
-from mamba_spec_jax.speculative.drafters.draft_model import DraftModelDrafter
-from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter
+from mamba_spec_jax.speculative.drafters.draft_model import DraftModel, DraftModelDrafter, DraftModelState
+from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter, EagleState
 from mamba_spec_jax.speculative.drafters.eagle_tree import EagleTreeDrafter
 from mamba_spec_jax.speculative.drafters.fallback import FallbackDrafter
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import Generation, generate
 from mamba_spec_jax.speculative.prompts import init_decode
-from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal, SpeculativeModel
-from mamba_spec_jax.speculative.sampling import Greedy, MinP, Sampling, TokenChoice, TopK, TopP
-from mamba_spec_jax.speculative.stop import StopConditions, StopReason
+from mamba_spec_jax.speculative.protocol import (
+    AutoregressiveHead,
+    BlockHead,
+    CommitBackend,
+    Drafter,
+    Progress,
+    Proposal,
+    SpeculativeModel,
+)
+from mamba_spec_jax.speculative.sampling import (
+    Filter,
+    Greedy,
+    MinP,
+    Purpose,
+    Sampling,
+    TokenChoice,
+    TopK,
+    TopP,
+    draw_keys,
+)
+from mamba_spec_jax.speculative.stop import StopAutomaton, StopConditions, StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
+from mamba_spec_jax.speculative.text import token_bytes
 from mamba_spec_jax.speculative.tree import SelectedTree, TreeTopology, select_best
+from pallas_kernels.dispatch import Device
+from pallas_kernels.ring import Ring
 
 if TYPE_CHECKING:
     from mamba_spec_jax.drafting import LoadedDrafter, load_drafter
+    from mamba_spec_jax.loaded import LoadedModel, load
     from mamba_spec_jax.models.chat import ChatTemplate
-    from mamba_spec_jax.models.loading import LoadedModel, load
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AcceptResult",
+    "AttentionBackend",
     "AttentionInputs",
     "AutoDepth",
+    "AutoregressiveHead",
+    "BlockHead",
+    "BranchMultipliers",
     "ChatTemplate",
+    "ChunkCosts",
+    "CommitBackend",
     "CommitStrategy",
     "DFlashDrafter",
     "DTypePolicy",
     "DecodeState",
+    "DepthPolicy",
+    "Device",
     "Draft",
+    "DraftModel",
     "DraftModelDrafter",
+    "DraftModelState",
     "Drafter",
     "EagleDrafter",
+    "EagleState",
     "EagleTreeDrafter",
     "FallbackDrafter",
+    "Filter",
     "FixedDepth",
     "ForwardBatch",
     "ForwardMode",
     "FullAttention",
+    "GatedDelta",
+    "GatedDeltaConfig",
+    "GatedDeltaInputs",
+    "GatedDeltaWeights",
     "Generation",
     "Greedy",
     "HybridAttnBackend",
@@ -75,8 +118,13 @@ __all__ = [
     "HybridLinearAttnBackend",
     "HybridModel",
     "KVCache",
+    "LatentDims",
     "LoadedDrafter",
     "LoadedModel",
+    "Mamba1",
+    "Mamba1Config",
+    "Mamba1Inputs",
+    "Mamba1Weights",
     "Mamba2",
     "Mamba2Config",
     "Mamba2Inputs",
@@ -90,14 +138,26 @@ __all__ = [
     "PoolSpec",
     "Progress",
     "Proposal",
+    "Purpose",
+    "RecordSpec",
     "Recurrence",
     "ReplayRing",
+    "Requests",
+    "Ring",
     "RingSpec",
     "Sampling",
     "SelectedTree",
+    "SharedBlocks",
+    "ShortConv",
+    "ShortConvConfig",
+    "ShortConvInputs",
+    "ShortConvWeights",
+    "SigmoidRouting",
     "SlotAllocator",
     "SpeculativeMode",
     "SpeculativeModel",
+    "Statistics",
+    "StopAutomaton",
     "StopConditions",
     "StopReason",
     "StrategyChoice",
@@ -111,6 +171,7 @@ __all__ = [
     "choose_strategy",
     "decode_steps",
     "decode_until_finished",
+    "draw_keys",
     "generate",
     "generated_texts",
     "init_decode",
@@ -122,6 +183,7 @@ __all__ = [
     "speculative_decode_step",
     "stream",
     "text_stops",
+    "token_bytes",
     "tracking_steps",
 ]
 
@@ -130,8 +192,8 @@ __all__ = [
 _LOADING = {
     "ChatTemplate": "mamba_spec_jax.models.chat",
     "LoadedDrafter": "mamba_spec_jax.drafting",
-    "LoadedModel": "mamba_spec_jax.models.loading",
-    "load": "mamba_spec_jax.models.loading",
+    "LoadedModel": "mamba_spec_jax.loaded",
+    "load": "mamba_spec_jax.loaded",
     "load_drafter": "mamba_spec_jax.drafting",
 }
 

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from mamba_spec_jax.loaded import LoadedModel, load
 from mamba_spec_jax.models.checkpoint import locate, read_json
 from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.heads.checkpoint import load_head
@@ -11,7 +12,6 @@ from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
 from mamba_spec_jax.models.heads.published import load_published_head
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.models.loading import LoadedModel, load
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
 from mamba_spec_jax.speculative.drafters.draft_model import DraftModelDrafter
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter
@@ -56,8 +56,8 @@ def load_drafter(
         **options: revision and local_files_only, as for `load`.
 
     Raises:
-        ValueError: as `load_head` and `load_published_head`, for more drafts than a DFlash head's block holds, and for
-            a tree of what cannot draft one.
+        ValueError: the checkpoint is damaged or was made for another target; for more drafts than a DFlash head's block
+            holds, and for a tree of what cannot draft one.
     """
     drafter: Drafter
     levels = _DRAFTS if max_drafts is None else max_drafts

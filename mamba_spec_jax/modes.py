@@ -6,6 +6,8 @@ import enum
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.dispatch import Device, target
+
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -86,6 +88,20 @@ class DTypePolicy:
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(f"DTypePolicy.{field.name} is {dtype}, expected a floating dtype")
             object.__setattr__(self, field.name, dtype)
+
+    @classmethod
+    def for_device(cls, device: Device | None = None) -> "DTypePolicy":
+        """What suits a device: float32 on CPUs, float16 on NVIDIA GPUs before Ampere, bfloat16 elsewhere.
+
+        Args:
+            device: None is the one that a function called now runs on.
+        """
+        device = target() if device is None else device
+        if device.platform == "cpu":
+            return cls.float32()
+        if device.capability is not None and device.capability < (8, 0):
+            return cls.float16()
+        return cls.bfloat16()
 
     @classmethod
     def float32(cls) -> "DTypePolicy":

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 triton: Any
 mosaic_gpu: Any
@@ -31,6 +32,13 @@ JAX_VERSION = jax.__version__
 # Before that, XLA's CPU compiler widens bfloat16 even where it only moves it: every row copy converts the whole pool to
 # float32 and back (measured on 0.10.2).
 CPU_MOVES_BFLOAT16 = jax.__version_info__ >= (0, 11)
+
+
+def cpu_moves(dtype: Any) -> bool:
+    """Whether XLA's CPU compiler copies rows of a dtype without widening the array first; float8 it always widens."""
+    if dtype == jnp.bfloat16:
+        return CPU_MOVES_BFLOAT16
+    return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits != 8
 
 
 def abstract_device() -> Any | None:

@@ -92,8 +92,16 @@ def target() -> Device:
     config: Any = jax.config
     default = config.jax_default_device
     if default is None:
-        return _from_device(jax.devices()[0])
-    return _from_device(jax.devices(default)[0] if isinstance(default, str) else default)
+        return of_device(jax.devices()[0])
+    return of_device(jax.devices(default)[0] if isinstance(default, str) else default)
+
+
+def of_device(device: Any) -> Device:
+    """What dispatch knows a `jax.Device` by."""
+    # ROCm devices report an architecture name ("gfx942") in the same attribute.
+    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    numbers = (int(capability.group(1)), int(capability.group(2))) if capability else None
+    return Device(device.platform, device.device_kind, numbers)
 
 
 def resolve(op: str, implementation: Implementation | None, interpret: bool = False) -> Choice:
@@ -172,10 +180,3 @@ def _from_abstract(device: Any) -> Device:
             f"is unknown; known are {', '.join(_CAPABILITIES)}"
         )
     return Device(device.platform, device.device_kind, _CAPABILITIES[kind.group(1)] if kind else None)
-
-
-def _from_device(device: Any) -> Device:
-    # ROCm devices report an architecture name ("gfx942") in the same attribute.
-    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    numbers = (int(capability.group(1)), int(capability.group(2))) if capability else None
-    return Device(device.platform, device.device_kind, numbers)

@@ -8,6 +8,17 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
 
+THREADS = 32  # of a warp
+
+
+def fitting_warps(elements: int, most: int) -> int:
+    """Warps of a program whose tile of a buffer, read and written in place, has `elements`: at most `most`.
+
+    With more threads than elements several threads hold one element, and nothing makes a warp wait: one could store
+    the new value before another has loaded the old one.
+    """
+    return max(1, min(most, elements // THREADS))
+
 
 def launch(
     kernel: Callable[[Any, Any, Any], None],

@@ -1,8 +1,6 @@
 """The program itself: what it is called with, and how it fails."""
 
-import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -28,7 +26,6 @@ app = typer.Typer(
 for command in (demo, generate, check, bench, plan, doctor):
     app.command()(command)
 
-_INTERRUPTED = 130
 _FAILED = 2
 _HINT = "mamba-spec --debug ... shows where"
 
@@ -65,28 +62,16 @@ def _configure(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program and exits; `arguments` are the process's own by default.
 
-    An error is one line on stderr and exit code 2; Ctrl-C is exit code 130 and no words.
+    An error is one line on stderr and exit code 2. For Ctrl-C see `mamba_spec`, which calls this.
     """
     settings = _Settings()
     try:
         app(None if arguments is None else list(arguments), prog_name="mamba-spec", obj=settings)
-    except SystemExit as end:
-        if end.code == _INTERRUPTED:  # what typer makes of Ctrl-C
-            _leave_at_once()
-        raise
     except Exception as error:
         if settings.debug:
             raise
         print(f"mamba-spec: {_one_line(error)}", file=sys.stderr)
         sys.exit(_FAILED)
-
-
-def _leave_at_once() -> None:
-    """Exits without the interpreter's own end, which crashes if jax was interrupted while it compiled."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(_INTERRUPTED)
 
 
 def _one_line(error: Exception) -> str:

@@ -16,7 +16,7 @@ _COLOURS = {PromptKind.FREE: "#4c78a8", PromptKind.EDIT: "#e39a3b", PromptKind.R
 def require_drawable(path: Path) -> None:
     """Raises before anything is measured if the picture could not be written: ImportError or ValueError."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib, which is not installed: pip install 'mamba-spec-jax[notebooks]'")
+        raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase
 
     formats = sorted(FigureCanvasBase.get_supported_filetypes())

@@ -9,27 +9,15 @@ import jax
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.cli.options import Mode, Precision, Strategy
-from mamba_spec_jax.models.loading import LoadedModel, load
+from mamba_spec_jax.loaded import LoadedModel, load
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
-from pallas_kernels.dispatch import Device, target
+from pallas_kernels.dispatch import Device
 
 
-def choose_policy(precision: Precision, device: Device | None = None) -> DTypePolicy:
-    """The dtypes a model runs in: those that were asked for, else those that suit the device.
-
-    Args:
-        precision: AUTO takes float32 on CPUs, float16 on NVIDIA GPUs before Ampere, and bfloat16 elsewhere.
-        device: jax's default device if None.
-    """
-    if precision is Precision.AUTO:
-        device = target() if device is None else device
-        if device.platform == "cpu":
-            precision = Precision.FLOAT32
-        elif device.capability is not None and device.capability < (8, 0):
-            precision = Precision.FLOAT16
-        else:
-            precision = Precision.BFLOAT16
+def choose_policy(precision: Precision) -> DTypePolicy:
+    """The dtypes that --dtype asks for; for AUTO those that suit jax's default device."""
     policies = {
+        Precision.AUTO: DTypePolicy.for_device,
         Precision.FLOAT32: DTypePolicy.float32,
         Precision.FLOAT16: DTypePolicy.float16,
         Precision.BFLOAT16: DTypePolicy.bfloat16,

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def locate(
         local_files_only: use what an earlier call downloaded.
         files: names and patterns; all that loading reads by default, never anything but JSON and safetensors.
     """
+    # An empty name is the current folder to `Path`, which nobody means.
+    if not isinstance(name_or_folder, str | os.PathLike) or not str(name_or_folder).strip():
+        raise ValueError(f"a checkpoint's name came as {name_or_folder!r}, expected a folder or a hub id")
     folder = Path(name_or_folder).expanduser()
     if folder.is_dir():
         return folder

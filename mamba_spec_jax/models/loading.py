@@ -10,141 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.cache.memory import require_fits
-from mamba_spec_jax.models.chat import ChatTemplate, read_chat_template
-from mamba_spec_jax.models.checkpoint import CONFIGS, WeightFiles, locate, open_weights, read_json
+from mamba_spec_jax.models.checkpoint import WeightFiles, read_json
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import family_of
 from mamba_spec_jax.models.families.base import Family, Weight
 from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.models.placement import Rules, place_all, share
-from mamba_spec_jax.models.recurrent_config import Mamba2Config
-from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ReplayRing, SpeculativeMode
-from pallas_kernels.dispatch import Implementation
+from mamba_spec_jax.models.placement import place_all, share
+from mamba_spec_jax.progress_bar import BYTES, progress_bar
 
 _LISTED = 4  # names of each kind that a message spells out
 _QUANTIZATION_KEYS = ("quant_method", "quant_algo", "format", "fmt")
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedModel:
-    """A checkpoint, ready to run.
-
-    Attributes:
-        model: the static side; `model.config.eos_token_ids` are the tokens that end a text.
-        params: the weights, for `model`'s methods.
-        tokenizer: from `tokenizer.json`, None if the checkpoint has none.
-        folder: where the checkpoint lies.
-        chat_template: from `chat_template.jinja` or `tokenizer_config.json`, None if the checkpoint has none.
-    """
-
-    model: HybridModel
-    params: Any
-    tokenizer: Tokenizer | None
-    folder: Path
-    chat_template: ChatTemplate | None = None
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """The token ids of a conversation by the checkpoint's chat template, which writes all special tokens itself.
-
-        Args:
-            messages: such as `[{"role": "user", "content": "Hello"}]`.
-            **options: as for `ChatTemplate.render`.
-
-        Raises:
-            ValueError: there is no chat template or no tokenizer, or the template refuses the messages.
-        """
-        if self.chat_template is None:
-            raise ValueError(f"{self.folder} has no chat template: it is not a model to chat with, give it text")
-        if self.tokenizer is None:
-            raise ValueError(f"{self.folder} has no tokenizer.json, so text cannot be turned into its tokens")
-        text = self.chat_template.render(messages, **options)
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def load(
-    name_or_folder: str | Path,
-    *,
-    policy: DTypePolicy | None = None,
-    speculative_mode: SpeculativeMode = SpeculativeMode.DECODE,
-    strategy: CommitStrategy = CommitStrategy.SNAPSHOT,
-    replay: ReplayRing = ReplayRing(),  # noqa: B008, frozen
-    batch: int | None = None,
-    hidden_layers: tuple[int, ...] = (),
-    implementation: Implementation | None = None,
-    device: Any = None,
-    mesh: Mesh | None = None,
-    rules: Rules | None = None,
-    revision: str | None = None,
-    local_files_only: bool = False,
-    progress: bool | None = None,
-    time_step_limit: tuple[float, float] | None = None,
-    rotary_length: int | None = None,
-) -> LoadedModel:
-    """Loads `config.json`, safetensors weights and `tokenizer.json`, from a folder or from the Hugging Face hub.
-
-    Weights are read one at a time, the largest first, cast to `policy.params` and placed, so that little more memory
-    is needed than they take. Missing, surplus and misshapen ones are found in the files' headers, before any is read.
-    Of a hub model the configuration is looked at before the weights are downloaded; no code of it is ever run.
-
-    Args:
-        name_or_folder: a folder, or a hub id such as `ibm-granite/granite-4.0-h-350m`.
-        policy: dtypes; None is all float32.
-        speculative_mode, strategy, replay, batch, hidden_layers, implementation: as for `HybridModel.create`.
-        device: a jax device or sharding for the weights; None is the default device.
-        mesh: devices that share the weights instead, with Auto axes.
-        rules: for a mesh, pairs of a regular expression and a `PartitionSpec`: the first whose expression occurs in a
-            parameter's dotted path, such as `layers.0.mixer.in_proj.kernel`, splits it. All others are on every device.
-        revision: branch, tag or commit on the hub.
-        local_files_only: use what an earlier call downloaded.
-        progress: show a progress bar on stderr; None shows it if that is a terminal.
-        time_step_limit: clamp of Mamba-2's time steps in every pass; None is what transformers' full forward does,
-            which for some families is not what their `config.json` says.
-        rotary_length: tokens of the longest texts, for the rope types dynamic and longrope, whose rotary embedding is
-            another in longer texts: all positions are rotated as in a text of that length. None is the length up to
-            which the checkpoint rotates plainly (dynamic) or by its short factors (longrope).
-
-    Raises:
-        ValueError: the checkpoint cannot be found, is damaged, or is not what this library can run; says which part.
-        MemoryError: the weights cannot fit.
-    """
-    found: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-    _read_config(locate(name_or_folder, files=CONFIGS, **found))  # or gigabytes are downloaded of what is refused then
-    folder = locate(name_or_folder, **found)
-    family, config = _read_config(folder)
-    if time_step_limit is not None:
-        if not isinstance(config.recurrent, Mamba2Config):
-            raise ValueError(f"load got a time_step_limit, but {folder} has no Mamba-2 layers: leave it out")
-        recurrent = dataclasses.replace(config.recurrent, time_step_limit=time_step_limit)
-        config = dataclasses.replace(config, recurrent=recurrent)
-    if rotary_length is not None:
-        if config.rope_scaling is None:
-            raise ValueError(
-                f"{folder} has no rotary embedding that depends on a text's length: leave rotary_length out"
-            )
-        config = dataclasses.replace(config, rope_scaling=config.rope_scaling.for_length(rotary_length))
-    model = HybridModel.create(
-        config,
-        policy,
-        speculative_mode=speculative_mode,
-        strategy=strategy,
-        replay=replay,
-        batch=batch,
-        hidden_layers=hidden_layers,
-        implementation=implementation,
-    )
-    with open_weights(folder) as files:
-        params = _read_params(model, family, files, folder, (device, mesh, rules), progress)
-    return LoadedModel(model, params, _read_tokenizer(folder), folder, read_chat_template(folder))
-
-
-def _read_config(folder: Path) -> tuple[Family, HybridConfig]:
+def read_config(folder: Path) -> tuple[Family, HybridConfig]:
     """What the JSON files say; ValueError if it is nothing that can be run."""
     hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
     family = family_of(hf)
@@ -171,19 +53,27 @@ def _with_generation_config(config: HybridConfig, folder: Path) -> HybridConfig:
     return dataclasses.replace(config, eos_token_ids=generation.token_ids("eos_token_id", None))
 
 
-def _read_tokenizer(folder: Path) -> Tokenizer | None:
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in `tokenizer.json`, None if there is none.
+
+    The length that a file may ask to cut or pad texts to is for training; a prompt is read whole.
+    """
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _read_params(
+def read_params(
     model: HybridModel, family: Family, files: WeightFiles, folder: Path, where: tuple, progress: bool | None
 ) -> Any:
+    """The weights of `model` from `files`; `where` is the device, mesh and rules of `place_all`."""
     abstract = nnx.to_flat_state(model.abstract_params())
     leaves = {".".join(map(str, path)): leaf for path, leaf in abstract}
     weights = list(family.weights(model.config))
@@ -198,15 +88,14 @@ def _read_params(
     loaded = {}
     # While a weight is read it is in memory up to three times. The largest first: there is most room for it then.
     weights.sort(key=lambda weight: -sizes[weight.path])
-    with _progress_bar(progress) as bar:
-        task = bar.add_task("Loading weights", total=sum(sizes.values()))
+    with progress_bar("Loading weights", sum(sizes.values()), BYTES, progress) as bar:
         for weight in weights:
             path = weight.path
             if weight.copy_of is None:
                 value = read_weight(weight, files, stored, leaves[path])
                 loaded[path] = jax.block_until_ready(jax.device_put(value, places[path]))
                 del value
-                bar.advance(task, sizes[path])
+                bar.advance(sizes[path])
             elif weight.name in stored:
                 _check_copy(weight, files.read(stored[weight.name]), files.read(stored[weight.copy_of]), folder)
     return nnx.from_flat_state([(path, leaf.replace(loaded[".".join(map(str, path))])) for path, leaf in abstract])
@@ -216,13 +105,6 @@ def read_weight(weight: Weight, files: WeightFiles, stored: Mapping[str, str], l
     """A parameter of the shape and dtype of `leaf`, on the host; `stored` is what the files call each weight."""
     sources = [files.read(stored[name]) for name in weight.sources(stored)]
     return _cast(weight.to_parameter(sources, leaf.shape), leaf.dtype, weight.name)
-
-
-def _progress_bar(wanted: bool | None) -> Progress:
-    console = Console(stderr=True)
-    hidden = not (console.is_terminal if wanted is None else wanted)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=hidden)
 
 
 def _stored_names(family: Family, weights: Sequence[Weight], files: WeightFiles, folder: Path) -> dict[str, str]:

@@ -49,6 +49,13 @@ def place_all(
     return placements
 
 
+def first_device(device: Any = None, mesh: Mesh | None = None) -> Any:
+    """One of the jax devices that the arguments of `place_all` name; None if they name none."""
+    if mesh is not None:
+        return mesh.devices.flat[0]
+    return min(device.device_set, key=str) if isinstance(device, Sharding) else device
+
+
 def share(shape: tuple[int, ...], place: Any) -> tuple[int, ...]:
     """The shape of what one device holds of a weight."""
     return place.shard_shape(shape) if isinstance(place, Sharding) else shape

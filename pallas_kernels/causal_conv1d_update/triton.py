@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import THREADS, launch
 from pallas_kernels.state_commit.window import taps
 
 _CHANNELS = 256
@@ -61,7 +61,7 @@ def update(
     """Arguments and results as the reference's, and `interpret`."""
     B, T, C = x.shape
     width, num_slots, dtype = weight.shape[0], conv_state.shape[1], conv_state.dtype
-    block, stretch = min(_CHANNELS, pl.next_power_of_2(C)), max(_TOKENS, width - 1)
+    block, stretch = max(THREADS, min(_CHANNELS, pl.next_power_of_2(C))), max(_TOKENS, width - 1)
 
     def causal_conv1d_update_kernel(reads, y_ref, buffers):
         part, first, row = pl.program_id(0), pl.program_id(1) * stretch, pl.program_id(2)

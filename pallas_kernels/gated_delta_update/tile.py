@@ -58,14 +58,18 @@ def cut(block: jax.Array, head: jax.Array, state: Any, key_heads: int, height: i
     return Tile(block, head, head // group, head % group == 0, rows, columns, has_row, has_column, has_element)
 
 
-def load_stored(tile: Tile, ref: Any, index: tuple) -> jax.Array:
-    """The tile from a ref of states `[.., Hv, V, K]`, in its dtype."""
-    return _load(_state_at(tile, ref, index), tile.has_element)
+def load_stored(tile: Tile, ref: Any, index: tuple, *, where: jax.Array) -> jax.Array:
+    """The tile from a ref of states `[.., Hv, V, K]`, in its dtype; zeros, and nothing read, unless `where`.
+
+    A row without a slot has slot 0 in its index, which another program may be writing.
+    """
+    wanted = jnp.full((tile.rows.size, tile.columns.size), where)
+    return _load(_state_at(tile, ref, index), wanted if tile.has_element is None else wanted & tile.has_element)
 
 
-def load_state(tile: Tile, ref: Any, index: tuple) -> jax.Array:
-    """The tile in float32 from a ref of states `[.., Hv, V, K]`."""
-    return load_stored(tile, ref, index).astype(jnp.float32)
+def load_state(tile: Tile, ref: Any, index: tuple, *, where: jax.Array) -> jax.Array:
+    """`load_stored` in float32."""
+    return load_stored(tile, ref, index, where=where).astype(jnp.float32)
 
 
 def store_state(tile: Tile, ref: Any, index: tuple, state: jax.Array) -> None:

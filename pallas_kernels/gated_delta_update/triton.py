@@ -1,12 +1,12 @@
 """The step form as one Triton kernel, for sm_80 and later.
 
-Grid `(V blocks, Hv, B)`: a program of 4 warps keeps 32 rows of V (16 of a 16-bit state) of one head in registers, takes
-them through the row's history and then its tokens, and stores them where the mode says. Loops run as often as there are
-tokens, and their body is the same whatever T. Of a tree it keeps the first state alone, and comes to each node along
-its path from there: a step more an ancestor, and no bytes. Bytes moved: the state read once and written only where it
-changes, which is the least possible; k, q and the gates of a token once for each block of the Hv/Hk heads that read
-them, from the second time on out of a cache. Precision: float32, no tensor cores; the compiler rounds every product
-before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
+Grid `(V blocks, Hv, B)`: a program of up to 4 warps keeps 32 rows of V (16 of a 16-bit state) of one head in registers,
+takes them through the row's history and then its tokens, and stores them where the mode says. Loops run as often as
+there are tokens, and their body is the same whatever T. Of a tree it keeps the first state alone, and comes to each
+node along its path from there: a step more an ancestor, and no bytes. Bytes moved: the state read once and written only
+where it changes, which is the least possible; k, q and the gates of a token once for each block of the Hv/Hk heads that
+read them, from the second time on out of a cache. Precision: float32, no tensor cores; the compiler rounds every
+product before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
 
 The programs of a row share its ring, and none waits for another: in the ring's order, a permutation that no kernel
 changes, what they write comes behind the history that they read, and each entry is written by one of them.
@@ -37,9 +37,10 @@ from pallas_kernels.gated_delta_update.tile import (
     tile_of,
 )
 from pallas_kernels.history import History
+from pallas_kernels.launch import fitting_warps
 from pallas_kernels.tree import ancestor_mask
 
-NUM_WARPS = 4
+_MOST_WARPS = 4
 
 
 def update(call: Call, *, interpret: bool) -> DeltaUpdate:
@@ -52,7 +53,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
         slot, valid = slot_of(reads.slots, b, S)
         count = jnp.where(valid, jnp.clip(reads.num_tokens[b], 0, T), 0)
-        state = load_state(tile, state_ref, (layer, slot))
+        state = load_state(tile, state_ref, (layer, slot), where=valid)
         if call.ring is not None:
             history = History(reads.order, slot, reads.starts[slot], jnp.where(valid, reads.counts[slot], 0))
             state = _replay(tile, state, buffers.kept, layer, history, dtype)
@@ -77,7 +78,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         lax.fori_loop(count, T, lambda t, _: store_output(tile, o_ref, (b, t), nothing), None)
 
     visible = None if call.parents is None else ancestor_mask(call.parents)
-    launched: dict[str, Any] = {"rows": rows, "num_warps": NUM_WARPS, "interpret": interpret}
+    launched: dict[str, Any] = {"rows": rows, "num_warps": _warps(call.state), "interpret": interpret}
     return launch_update(gated_delta_update_kernel, call, visible, **launched)
 
 
@@ -90,12 +91,18 @@ def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
         (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
         count = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, call.ring.length), 0)
-        state = load_state(tile, buffers.state, (layer, slot))
+        state = load_state(tile, buffers.state, (layer, slot), where=valid & has_target)
         state = _replay(tile, state, reads.kept, layer, History(reads.order, slot, reads.starts[slot], count), dtype)
         pl.when(valid & has_target)(lambda: store_state(tile, buffers.state, (layer, to_slot), state))
 
-    launched: dict[str, Any] = {"rows": block_rows(V, dtype), "num_warps": NUM_WARPS, "interpret": interpret}
+    launched: dict[str, Any] = {"rows": block_rows(V, dtype), "num_warps": _warps(call.state), "interpret": interpret}
     return launch_fold(gated_delta_fold_kernel, call, **launched)
+
+
+def _warps(pool: jax.Array) -> int:
+    """Warps of a program; one rule for every pass, as the order of the sums depends on it."""
+    V, K = pool.shape[3:]
+    return fitting_warps(block_rows(V, pool.dtype) * pl.next_power_of_2(K), _MOST_WARPS)
 
 
 def _replay(tile: Tile, state: jax.Array, refs: Tokens, layer: Any, history: History, dtype: Any) -> jax.Array:

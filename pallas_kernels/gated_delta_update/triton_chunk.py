@@ -46,7 +46,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         slot, valid = slot_of(reads.slots, b, S)
         t = jnp.arange(padded, dtype=jnp.int32)
         count = jnp.where(valid, jnp.clip(reads.num_tokens[b], 0, T), 0)
-        start: Iterable[jax.Array] = _load(parts, state_ref, (layer, slot))
+        start: Iterable[jax.Array] = _load(parts, state_ref, (layer, slot), valid)
         if call.ring is not None:
             history = History(reads.order, slot, reads.starts[slot], jnp.where(valid, reads.counts[slot], 0))
             start = folded = _replay(parts, start, buffers.kept, layer, history)
@@ -88,7 +88,8 @@ def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
         (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
         size = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, call.ring.length), 0)
         history = History(reads.order, slot, reads.starts[slot], size)
-        state = _replay(parts, _load(parts, buffers.state, (layer, slot)), reads.kept, layer, history)
+        start = _load(parts, buffers.state, (layer, slot), valid & has_target)
+        state = _replay(parts, start, reads.kept, layer, history)
         pl.when(valid & has_target)(lambda: _store(parts, buffers.state, (layer, to_slot), state))
 
     launched: dict[str, Any] = {"rows": _rows(V), "num_warps": NUM_WARPS, "interpret": interpret}
@@ -107,9 +108,9 @@ def _parts(pool: Any, key_heads: int) -> list[Tile]:
     return [cut(*at, part) for part in range(pl.cdiv(K, width))]
 
 
-def _load(parts: list[Tile], ref: Any, index: tuple) -> Iterator[jax.Array]:
+def _load(parts: list[Tile], ref: Any, index: tuple, where: jax.Array) -> Iterator[jax.Array]:
     """Part by part, each when it is asked for."""
-    return (load_stored(part, ref, index) for part in parts)
+    return (load_stored(part, ref, index, where=where) for part in parts)
 
 
 def _store(parts: list[Tile], ref: Any, index: tuple, state: State) -> None:

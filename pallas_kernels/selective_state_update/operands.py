@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import THREADS, fitting_warps, launch
 from pallas_kernels.ring import Ring
 from pallas_kernels.selective_state_update.arguments import StateUpdate
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
@@ -73,7 +73,7 @@ class Blocks(NamedTuple):
         """
         rows, cols = min(_ROWS, pl.next_power_of_2(head_dim)), pl.next_power_of_2(state)
         rows, cols = max(least, rows), max(least, cols if most is None else min(most, cols))
-        return cls(rows, cols, max(1, rows * cols // (32 * numbers)))
+        return cls(rows, cols, fitting_warps(rows * cols, rows * cols // (THREADS * numbers)))
 
 
 Kernel = Callable[[Reads, Any, Buffers], None]

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.arguments import Indices
 from pallas_kernels.compat import triton
 from pallas_kernels.entries import Entry, read_entry
+from pallas_kernels.launch import THREADS
 
 _BLOCK_BYTES = 16 * 1024
 NUM_WARPS = 4
@@ -103,10 +104,14 @@ def copy_chunk(part: Chunks, chunk: jax.Array, layer: jax.Array, entry: Entry, p
 
 
 def split(leaves: list[tuple[int, int]]) -> list[Chunks]:
-    """Numbers the chunks of leaves given as (size, block)."""
+    """Numbers the chunks of leaves given as (size, block).
+
+    A chunk has an element for each thread at least, masked where the leaf has none: a window is formed in place, so no
+    two threads may hold one channel (`launch.fitting_warps`).
+    """
     chunks, first = [], 0
     for size, block in leaves:
-        block = min(block, pl.next_power_of_2(size))
+        block = min(block, max(pl.next_power_of_2(size), NUM_WARPS * THREADS))
         count = pl.cdiv(size, block)
         chunks.append(Chunks(first, count, block, size))
         first += count

@@ -18,12 +18,15 @@ MAY_IMPORT = {
     "cache": {"cache", "modes", "array_types"},
     "attention": {"attention", "cache", "modes", "array_types"},
     "layers": {"layers", "cache", "modes", "array_types"},
-    "models": {"models", "attention", "layers", "cache", "modes", "array_types"},
-    "speculative": {"speculative", "attention", "layers", "cache", "modes", "array_types"},
+    "progress_bar": {"progress_bar"},
+    "models": {"models", "attention", "layers", "cache", "modes", "array_types", "progress_bar"},
+    "speculative": {"speculative", "attention", "layers", "cache", "modes", "array_types", "progress_bar"},
     "assets": {"assets"},
-    "drafting": {"models", "speculative"},
+    "loaded": {"models", "speculative", "modes"},
+    "drafting": {"loaded", "models", "speculative"},
     "cli": {
         "cli",
+        "loaded",
         "drafting",
         "assets",
         "models",
@@ -35,7 +38,7 @@ MAY_IMPORT = {
         "array_types",
         "",
     },
-    "": {"drafting", "models", "speculative", "attention", "layers", "cache", "modes", "array_types"},
+    "": {"loaded", "drafting", "models", "speculative", "attention", "layers", "cache", "modes", "array_types"},
 }
 # What may be imported from outside, the standard library apart.
 LIBRARIES = {

@@ -6,6 +6,14 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32, "int8": np.int8}
+FLOAT8 = tuple(
+    f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+)
+# What a pool may hold: every dtype of whole bytes that a 32-bit jax has.
+ALL_DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name, None) or name)
+    for name in ("float32", "float16", "bfloat16", *FLOAT8, "int32", "uint16", "int8", "bool", "complex64")
+}
 
 
 class Sets(NamedTuple):
@@ -45,6 +53,8 @@ def commit(ssm, conv, states, inputs, sets, parents=None):
 
 def random_bytes(rng, shape, dtype):
     """Random bits, NaNs of every kind among them: what lies in a pool and must stay as it is."""
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(dtype)
     return rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), dtype=np.uint8).view(dtype).reshape(shape)
 
 

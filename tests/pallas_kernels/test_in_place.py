@@ -80,6 +80,17 @@ def test_scatter_allocates_nothing(dtype):
         assert pool_sized_copies(compiled, slots) == []
 
 
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn", "bfloat16"])
+def test_no_pool_is_widened(dtype):
+    """What XLA's CPU compiler cannot move as it is, it moves as bits: a copy each way at most, and no arithmetic."""
+    for compiled, given in (compile_scatter(LARGE, dtype), compile_commit(LARGE, dtype)):
+        text = compiled.as_text()
+        assert re.findall(rf"\b(?:f16|f32)\[{L},{LARGE},(?:3,40|256|8,32)\]\S* convert\(", text) == []
+        pool = next(given[name] for name in ("dst", "conv") if name in given)
+        windows = 6 * L * 3 * 40 * 4 + 4096
+        assert compiled.memory_analysis().temp_size_in_bytes <= pool.nbytes + windows
+
+
 def test_the_donated_buffer_is_the_result():
     compiled, given = compile_commit(SMALL, "float32")
     before = given["ssm"].unsafe_buffer_pointer(), given["conv"].unsafe_buffer_pointer()

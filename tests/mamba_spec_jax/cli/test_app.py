@@ -1,8 +1,5 @@
 """How the program is called and how it fails: one clear line, never a traceback."""
 
-import os
-import sys
-
 import jax
 import pytest
 
@@ -59,15 +56,6 @@ def test_every_error_is_one_line(fails, monkeypatch, error, line):
 
     monkeypatch.setattr(runtime, "load", failing)
     assert fails("generate", "x") == line
-
-
-def test_interrupting_is_quiet(run, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runtime, "load", interrupted)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    assert run("generate", "x", code=130) == ("", "")
 
 
 @pytest.fixture

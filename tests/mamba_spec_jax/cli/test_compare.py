@@ -133,7 +133,7 @@ def test_bench(run, folder, tmp_path):
 def test_plot_without_matplotlib(fails, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     line = fails("demo", "--model", folder, "--plot", tmp_path / "x.png")
-    assert line == "--plot needs matplotlib, which is not installed: pip install 'mamba-spec-jax[notebooks]'"
+    assert line == "--plot needs matplotlib, which is not installed: pip install matplotlib"
 
 
 def test_plot_where_none_can_be_written(fails, folder, tmp_path):

@@ -1,4 +1,4 @@
-"""`mamba-spec plan` and `doctor`, and the one function that chooses dtypes."""
+"""`mamba-spec plan` and `doctor`, and the one rule that chooses dtypes."""
 
 import json
 
@@ -6,7 +6,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from mamba_spec_jax import CommitStrategy, DTypePolicy, plan_memory
+from mamba_spec_jax import CommitStrategy, DTypePolicy, load, modes, plan_memory
+from mamba_spec_jax.assets import TINY
 from mamba_spec_jax.cli.options import Precision
 from mamba_spec_jax.cli.runtime import choose_policy, describe
 from mamba_spec_jax.models.families import config_from_hf
@@ -82,11 +83,14 @@ def test_doctor_says_what_dispatch_chooses(run):
         (Device("gpu", "AMD Instinct MI300X", None), DTypePolicy.bfloat16()),
     ],
 )
-def test_dtypes_follow_the_device(device, policy):
-    assert choose_policy(Precision.AUTO, device) == policy
-    assert choose_policy(Precision.FLOAT32, device) == DTypePolicy.float32()
-    assert choose_policy(Precision.FLOAT16, device) == DTypePolicy.float16()
-    assert choose_policy(Precision.BFLOAT16, device) == DTypePolicy.bfloat16()
+def test_dtypes_follow_the_device(monkeypatch, device, policy):
+    """One rule: what the command line takes by default, and `load` without a policy."""
+    monkeypatch.setattr(modes, "target", lambda: device)
+    assert choose_policy(Precision.AUTO) == DTypePolicy.for_device() == policy
+    assert load(TINY).model.policy == policy
+    assert choose_policy(Precision.FLOAT32) == DTypePolicy.float32()
+    assert choose_policy(Precision.FLOAT16) == DTypePolicy.float16()
+    assert choose_policy(Precision.BFLOAT16) == DTypePolicy.bfloat16()
 
 
 def test_devices_are_described_in_words():

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mamba_spec_jax.cache.pools import HybridCache
-from mamba_spec_jax.models.loading import load
+from mamba_spec_jax.loaded import load
 from tests.golden.family_cases import FamilyCase
 from tests.golden.weights import digest, draw_all
 

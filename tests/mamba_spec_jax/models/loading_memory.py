@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.models.families import config_from_hf
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.models.loading import load
 from mamba_spec_jax.modes import DTypePolicy
 from tests.mamba_spec_jax.models.checkpoints import CONFIG, stored_shapes, write
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.models.chat import ChatTemplate, read_chat_template
-from mamba_spec_jax.models.loading import load
 from tests.mamba_spec_jax.models.checkpoints import CONFIG, random_weights, write
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "chat.json").read_text())

@@ -10,9 +10,9 @@ import pytest
 
 import mamba_spec_jax as ms
 from mamba_spec_jax.cache.records import Draft
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.models.loading import load
 from mamba_spec_jax.modes import CommitStrategy
 from tests.golden.family_cases import FAMILY_CASES
 

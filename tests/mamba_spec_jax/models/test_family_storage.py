@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.hf_config import HFConfig
-from mamba_spec_jax.models.loading import load
 from mamba_spec_jax.modes import DTypePolicy
 from tests.golden.family_cases import BASES, FAMILY_CASES
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mamba_spec_jax.cache import memory
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.models import checkpoint
-from mamba_spec_jax.models.loading import load
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
 from tests.mamba_spec_jax.models.checkpoints import CONFIG, random_weights, write
 from tests.mamba_spec_jax.models.loading_memory import can_measure, measure, write_large
@@ -142,6 +142,23 @@ def test_tokenizer(folder, reference):
     assert load(folder).tokenizer.encode("b").ids == [1]
     (folder / "tokenizer.json").write_text("{}")
     refused(folder, r"tokenizer\.json is not a tokenizer: ")
+
+
+def test_a_long_prompt_is_read_whole(folder):
+    """The limits that a tokenizer was saved with are those of training; transformers leaves them aside too."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=4)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert load(folder).tokenizer.encode("b b b").ids == [1, 1, 1]
+    assert load(folder).tokenizer.encode("b").ids == [1]
+
+
+@pytest.mark.parametrize("name", [None, "", " ", 3, ["a"]])
+def test_no_name(name):
+    with pytest.raises(ValueError, match=r"a checkpoint's name came as .*, expected a folder or a hub id"):
+        load(name)
 
 
 def test_progress_bar(folder, capsys, monkeypatch):

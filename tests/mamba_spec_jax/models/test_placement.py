@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mamba_spec_jax.models.loading import load
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.models.placement import place_all
 from tests.mamba_spec_jax.models.checkpoints import CONFIG, random_weights, write
 
