@@ -18,6 +18,12 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CONFIGS = ("config.json", "generation_config.json", "hf_quant_config.json")
 FILES = (*CONFIGS, *_TEXTS, "model*.safetensors", _INDEX)
+# How the names of buffers end that some files hold beside the weights, and that are computed from the configuration:
+# frequencies of rotary embeddings, masks, multipliers.
+CONSTANTS = (
+    "inv_freq", "cos_cached", "sin_cached", ".position_ids", ".masked_bias", "attention.bias", "attn.bias",
+    ".mup_vector",
+)  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Reading maps a file into memory, where what was read stays until the file is closed. Files are closed whenever this
 # part of all weights has been read, so that it is most of what lies in memory twice.
@@ -75,7 +81,7 @@ class WeightFiles:
     """The weights of a folder's safetensors files.
 
     Attributes:
-        shapes: name to shape of every stored weight, from the files' headers.
+        shapes: name to shape of every stored weight, from the files' headers; CONSTANTS are none.
     """
 
     def __init__(self, paths: Iterable[Path], dtypes: Sequence[str] = FLOATS):
@@ -88,6 +94,8 @@ class WeightFiles:
             file = _open(path)
             total += path.stat().st_size
             for name in file.keys():  # noqa: SIM118, not a dict
+                if name.endswith(CONSTANTS):
+                    continue
                 stored = file.get_slice(name)
                 _check_dtype(path, name, stored.get_dtype(), dtypes)
                 if name in self.shapes:

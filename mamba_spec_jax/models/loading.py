@@ -76,8 +76,8 @@ def read_params(
     """The weights of `model` from `files`; `where` is the device, mesh and rules of `place_all`."""
     abstract = nnx.to_flat_state(model.abstract_params())
     leaves = {".".join(map(str, path)): leaf for path, leaf in abstract}
-    stored = _stored_names(family, files, folder)
     weights = list(family.weights(model.config))
+    stored = _stored_names(family, weights, files, folder)
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     check_weights(weights, shapes, {name: files.shapes[stored[name]] for name in stored}, folder)
     places = place_all(shapes, *where)
@@ -107,13 +107,15 @@ def read_weight(weight: Weight, files: WeightFiles, stored: Mapping[str, str], l
     return _cast(weight.to_parameter(sources, leaf.shape), leaf.dtype, weight.name)
 
 
-def _stored_names(family: Family, files: WeightFiles, folder: Path) -> dict[str, str]:
+def _stored_names(family: Family, weights: Sequence[Weight], files: WeightFiles, folder: Path) -> dict[str, str]:
     """What the files call each weight that the model may use, by its canonical name."""
     stored: dict[str, str] = {}
-    for name in files.shapes:
-        if name.startswith(family.unused):
-            continue
-        canonical = family.canonical(name)
+    embedding = next(weight.name for weight in weights if weight.path == "embed_tokens.embedding")
+    try:
+        names = family.canonical_names(tuple(files.shapes), embedding)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    for name, canonical in names.items():
         if canonical in stored:
             raise ValueError(f"{folder} has one weight under two names: {stored[canonical]} and {name}")
         stored[canonical] = name

@@ -163,6 +163,15 @@ class BlockHead(Protocol):
     def logits(self, params: Any, hidden: Hidden) -> Array: ...
 
 
+def require_head(drafter: str, head: Any, *, fills_blocks: bool) -> None:
+    """Raises ValueError if `head` is not a `BlockHead`, or without `fills_blocks` not an `AutoregressiveHead`."""
+    needed = ("config", "init_cache", "read", "logits", "fill" if fills_blocks else "features")
+    lacks = [name for name in needed if not hasattr(head, name)]
+    if lacks or (not fills_blocks and hasattr(head, "fill")):
+        kind = "one that fills blocks, such as a DFlashHead" if fills_blocks else "one that is run on, an EagleHead"
+        raise ValueError(f"{drafter} got a {type(head).__name__} as its head, expected {kind}: see load_drafter")
+
+
 @flax.struct.dataclass
 class Proposal:
     """What a drafter suggests.

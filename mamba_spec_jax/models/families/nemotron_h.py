@@ -189,7 +189,7 @@ FAMILY = Family(
         "use_mamba_kernels",
     },
     only={"mamba_hidden_act": keys.SILU},
-    renames=(("backbone.", "model."),),
+    renames=(("backbone.", "model."), ("model.embedding.", "model.embeddings.")),
     unused=("mtp.",),
     prediction=Prediction(config=prediction_config, weights=prediction_weights),
 )

@@ -65,6 +65,7 @@ def gated_delta(
         Layout.DEPTHWISE,
         parts=tuple(f"{stored}.{name}_conv1d.weight" for name in "qkv"),
         part_rows=(keys, keys, delta.inner),
+        even_parts=True,
     )
     yield Weight(f"{stored}.dt_bias", f"{ours}.dt_bias")
     yield Weight(f"{stored}.A_log", f"{ours}.A_log", Layout.PER_HEAD if delta.rank else Layout.SAME)

@@ -89,7 +89,6 @@ FAMILY = Family(
     weights=weights,
     text=_text,
     only={"hidden_act": keys.SILU},
-    renames=(("model.language_model.", "model."),),
     unused=("mtp.", "model.visual."),
     prediction=qwen3_next.PREDICTION,
 )

@@ -47,18 +47,20 @@ class DraftHead:
         config: what the head is.
         policy: dtypes.
         graphdef: structure of its flax module, from `nnx.split`.
+        shapes: of its weights, by dotted path.
     """
 
     config: HeadConfig
     policy: DTypePolicy
     graphdef: Any
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
     def create(cls, module: HeadModule, config: HeadConfig, policy: DTypePolicy | None = None) -> Self:
         """A head of the kind `module`, such as `Eagle3`; `policy` None is all float32."""
         policy = policy or DTypePolicy()
-        graphdef, _ = nnx.split(nnx.eval_shape(lambda: module(config, policy, nnx.Rngs(0))))
-        return cls(config, policy, graphdef)
+        graphdef, abstract = nnx.split(nnx.eval_shape(lambda: module(config, policy, nnx.Rngs(0))))
+        return cls(config, policy, graphdef, _shapes(abstract))
 
     def init_params(self, module: HeadModule, seed: int) -> Any:
         """Random weights of the head alone; see `bind`."""
@@ -97,20 +99,47 @@ class DraftHead:
 
     def features(self, params: Any, hidden: tuple[Hidden, ...]) -> Hidden:
         """`[B, T, D]` what the head's first layer reads of the target's hidden states."""
+        widths, layers = [layer.shape[-1] for layer in hidden], self.config.target_layers
+        if widths != [self.config.hidden_size] * len(layers):
+            raise ValueError(
+                f"a draft head got hidden states of widths {widths}, expected those of the target's layers {layers}, "
+                f"{self.config.hidden_size} wide: generate with the target that load_drafter returned, or "
+                "with_hidden_layers of the model that this head was made for"
+            )
         return self._module(params).features(tuple(layer.astype(self.policy.activations) for layer in hidden))
 
     def logits(self, params: Any, hidden: Hidden) -> Array:
         """`[..., V]` float32 of the token after each hidden state; -inf for tokens the head cannot propose."""
-        borrowed = _bound(params)
+        borrowed = self._checked(params)
         output = borrowed["embedding"].T if borrowed["output"] is None else borrowed["output"]
         return self._module(params).logits(hidden, output.astype(self.policy.activations))
 
     def _embed(self, params: Any, tokens: Tokens) -> Hidden:
-        embedded = _bound(params)["embedding"][jnp.maximum(tokens, 0)].astype(self.policy.activations)
+        embedded = self._checked(params)["embedding"][jnp.maximum(tokens, 0)].astype(self.policy.activations)
         return embedded * self.config.embedding_multiplier
 
     def _module(self, params: Any) -> Any:
-        return nnx.merge(self.graphdef, _bound(params)["head"])
+        return nnx.merge(self.graphdef, self._checked(params)["head"])
+
+    def _checked(self, params: Any) -> dict[str, Any]:
+        """The bound weights; ValueError if they are not those of such a head."""
+        if not isinstance(params, dict) or set(params) != {"head", "embedding", "output"}:
+            raise ValueError(
+                f"a draft head got {_described(params)} as weights: pass what load_drafter, or bind, returned as "
+                "drafter_params"
+            )
+        embedding = (self.config.vocab_size, self.config.hidden_size)
+        found = dict(_shapes(params["head"])) | {"embedding": tuple(params["embedding"].shape)}
+        wanted = dict(self.shapes) | {"embedding": embedding}
+        for name in sorted({*found, *wanted}):
+            if found.get(name) != wanted.get(name):
+                came, due = (
+                    "none" if shape is None else str(list(shape)) for shape in (found.get(name), wanted.get(name))
+                )
+                raise ValueError(
+                    f"a draft head got the weights of another head or model: {name} is {came}, expected {due}"
+                )
+        return params
 
 
 class EagleHead(DraftHead):
@@ -183,10 +212,12 @@ class DFlashHead(DraftHead):
         return x, dataclasses.replace(cache, kv=kv)
 
 
-def _bound(params: Any) -> dict[str, Any]:
-    if params is None:
-        raise ValueError("a draft head got no weights: pass what load_drafter, or bind, returned as drafter_params")
-    return params
+def _shapes(params: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((".".join(map(str, path)), tuple(leaf.shape)) for path, leaf in nnx.to_flat_state(params))
+
+
+def _described(params: Any) -> str:
+    return f"a dict of {sorted(map(str, params))}" if isinstance(params, dict) else f"a {type(params).__name__}"
 
 
 class _Attention:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Rows, Tokens
-from mamba_spec_jax.speculative.protocol import BlockHead, Progress, Proposal
+from mamba_spec_jax.speculative.protocol import BlockHead, Progress, Proposal, require_head
 from mamba_spec_jax.speculative.sampling import TokenChoice
 
 
@@ -34,6 +34,7 @@ class DFlashDrafter:
     proposes_trees: ClassVar[bool] = False
 
     def __post_init__(self):
+        require_head("DFlashDrafter", self.head, fills_blocks=True)
         for name in ("max_drafts", "passes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"DFlashDrafter.{name} is {getattr(self, name)}, expected at least 1")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Rows, Tokens
-from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Progress, Proposal
+from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Progress, Proposal, require_head
 from mamba_spec_jax.speculative.sampling import TokenChoice
 
 
@@ -45,6 +45,7 @@ class EagleDrafter:
     proposes_trees: ClassVar[bool] = False
 
     def __post_init__(self):
+        require_head("EagleDrafter", self.head, fills_blocks=False)
         if self.max_drafts < 1:
             raise ValueError(f"EagleDrafter.max_drafts is {self.max_drafts}, expected at least 1")
 

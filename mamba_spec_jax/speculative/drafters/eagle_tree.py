@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Int32, Rows, Tokens
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter, EagleState
-from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Progress, Proposal
+from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Progress, Proposal, require_head
 from mamba_spec_jax.speculative.sampling import TokenChoice
 from mamba_spec_jax.speculative.tree import select_best
 from pallas_kernels.tree import ancestor_mask
@@ -37,6 +37,7 @@ class EagleTreeDrafter:
     proposes_trees: ClassVar[bool] = True
 
     def __post_init__(self):
+        require_head("EagleTreeDrafter", self.head, fills_blocks=False)
         if self.head.config.num_layers != 1:
             raise ValueError(
                 f"EagleTreeDrafter got a head of {self.head.config.num_layers} layers, expected one that is run on"

@@ -10,9 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mamba_spec_jax.loaded import load
+from mamba_spec_jax.models.families import FAMILIES
+from mamba_spec_jax.models.hf_config import HFConfig
 from mamba_spec_jax.modes import DTypePolicy
-from tests.golden.family_cases import FAMILY_CASES
+from tests.golden.family_cases import BASES, FAMILY_CASES
 
+from .checkpoints import CONFIG
 from .goldens import QUICKLY, write_checkpoint
 
 CASES = {f"{case.family}/{case.name}": case for case in FAMILY_CASES}
@@ -83,6 +86,75 @@ def test_experts_and_convolutions_as_transformers_holds_them(tmp_path):
         newer[f"{ours}.down_proj"] = np.stack([weights[f"{theirs}.{e}.w2.weight"] for e in range(6)])
     write(newer)
     assert_same_params(load(golden.folder).params, golden.params)
+
+
+WRAPPERS = ("", "base_model.model.", "language_model.", "module.", "_orig_mod.module.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_with_and_without_what_wrappers_put_before_them(family):
+    """Of every family: each name is found again, whatever all names, or those of the base model, begin with."""
+    values = CONFIG if family == "granitemoehybrid" else BASES.get(family) or BASES[f"{family}_text"]
+    family = FAMILIES[family]
+    weights = list(family.weights(family.read_config(HFConfig(values))))
+    names = [name for weight in weights for name in weight.parts or (weight.name,)]
+    embedding = next(weight.name for weight in weights if weight.path == "embed_tokens.embedding")
+    assert family.canonical_names(names, embedding) == {name: name for name in names}
+    for tied in (True, False):
+        kept = [name for name in names if not name.startswith("lm_head.")] + ["lm_head.weight"] * (not tied)
+        for wrapper in WRAPPERS:
+            wrapped = [wrapper + name for name in kept]
+            assert list(family.canonical_names(wrapped, embedding).values()) == kept
+        for base in ("", "model.language_model.", "language_model.model.", "transformer."):
+            renamed = [base + name.removeprefix(family.base) if name.startswith(family.base) else name for name in kept]
+            assert list(family.canonical_names(renamed, embedding).values()) == kept
+    with pytest.raises(ValueError, match=r"there are several embeddings, expected one: .*, other\."):
+        family.canonical_names([*names, "other." + embedding], embedding)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "lfm2", "mamba2"])
+def test_names_without_a_prefix_and_constants_beside_the_weights(family, tmp_path):
+    golden, weights, write = stored(f"{family}/plain", tmp_path)
+    base = "model." if family == "lfm2" else "backbone."
+    bare = {name.removeprefix(base).replace("embeddings.", "embedding."): value for name, value in weights.items()}
+    constants = {
+        "layers.1.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32),
+        "rotary_emb.original_inv_freq": np.ones(3, np.float32),
+        "layers.1.attention.bias": np.tril(np.ones((1, 1, 8, 8), bool)),
+        "layers.1.attention.masked_bias": np.zeros((), np.float32),
+        "embeddings.position_ids": np.arange(8)[None],
+    }
+    assert len({**bare, **constants}) == len(weights) + len(constants)
+    write(bare | constants)
+    assert_same_params(load(golden.folder).params, golden.params)
+    write({name: value for name, value in bare.items() if "norm" not in name})
+    with pytest.raises(ValueError, match=r"missing: .*norm"):
+        load(golden.folder)
+
+
+def test_an_embedding_in_the_singular_as_merged_adapters_have_it(tmp_path):
+    golden, weights, write = stored("nemotron_h/plain", tmp_path)
+    write({name.replace(".embeddings.", ".embedding."): value for name, value in weights.items()})
+    assert_same_params(load(golden.folder).params, golden.params)
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear"])
+def test_convolutions_in_thirds_as_transformers_saves_them(family, tmp_path):
+    """It cuts them by `torch.chunk`, however wide queries, keys and values are."""
+    golden, weights, write = stored(f"{family}/plain", tmp_path)
+    firsts = [name for name in weights if name.endswith("q_conv1d.weight")]
+    for first in firsts:
+        names = [first.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        whole = np.concatenate([weights[name] for name in names])
+        most = -(-len(whole) // 3)
+        weights |= {name: whole[i * most : (i + 1) * most] for i, name in enumerate(names)}
+    if family == "olmo_hybrid":
+        assert [len(weights[name]) for name in names] == [22, 22, 20]
+    write(weights)
+    assert_same_params(load(golden.folder).params, golden.params)
+    write(weights | {names[0]: weights[names[0]][:3]})
+    with pytest.raises(ValueError, match=r"misshapen: .*conv1d\.weight is"):
+        load(golden.folder)
 
 
 def test_parts_of_unequal_size_are_checked_one_by_one(tmp_path):

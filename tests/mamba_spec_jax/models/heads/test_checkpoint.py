@@ -164,3 +164,26 @@ def test_missing_and_surplus_weights_are_named(saved):
     save_file(weights, path)
     with pytest.raises(ValueError, match=r"k_norm\.weight is missing; layers\.2\.extra\.weight is surplus"):
         load_head(folder, TARGET, PARAMS)
+
+
+def test_weights_and_drafters_of_another_head_are_refused_by_name(saved):
+    eagle, dflash = (load_head(saved(kind)[0], TARGET, PARAMS) for kind in ("eagle3", "dflash"))
+    hidden = jax.numpy.zeros((1, 1, 12))
+    for params, message in (
+        (None, "got a NoneType as weights: pass what load_drafter, or bind, returned"),
+        (PARAMS, "as weights: pass what load_drafter, or bind, returned as drafter_params"),
+        (dflash.params, "the weights of another head or model: d2t is none, expected .17."),
+        (eagle.params | {"embedding": jax.numpy.zeros((5, 12))}, r"embedding is \[5, 12\], expected \[29, 12\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            eagle.head.features(params, (hidden, hidden))
+    with pytest.raises(
+        ValueError, match=r"got hidden states of widths \[12\], expected those .* layers \(0, 2\), 12 wide"
+    ):
+        eagle.head.features(eagle.params, (hidden,))
+    with pytest.raises(ValueError, match="EagleDrafter got a DFlashHead as its head, expected one that is run on"):
+        ms.EagleDrafter(dflash.head, 2)
+    with pytest.raises(ValueError, match="DFlashDrafter got a EagleHead as its head, expected one that fills blocks"):
+        ms.DFlashDrafter(eagle.head, 2, 3)
+    with pytest.raises(ValueError, match="EagleTreeDrafter got a HybridModel as its head"):
+        ms.EagleTreeDrafter(TARGET, 4)
