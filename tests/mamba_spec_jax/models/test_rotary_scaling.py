@@ -10,9 +10,9 @@ from safetensors.numpy import save_file
 
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.layers.rotary_scaling import plain_frequencies
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.models.families import config_from_hf
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.models.loading import load
 from tests.golden.weights import digest, draw_all
 
 from .goldens import GOLDEN, QUICKLY, assert_close
