@@ -15,6 +15,7 @@ from mamba_spec_jax.attention.short_conv import ShortConv, ShortConvInputs, Shor
 from mamba_spec_jax.cache.pools import HybridCache, KVCache, MambaPool, PoolSpec, RingSpec
 from mamba_spec_jax.cache.records import Draft, ModelOutput, RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.slots import SlotAllocator, reset_slots, tracking_steps
+from mamba_spec_jax.layers.rotary_scaling import RotaryScaling
 from mamba_spec_jax.layers.routing import SigmoidRouting
 from mamba_spec_jax.models.config import BranchMultipliers, HybridConfig, LatentDims, SharedBlocks
 from mamba_spec_jax.models.hybrid_lm import HybridModel
@@ -145,6 +146,7 @@ __all__ = [
     "Requests",
     "Ring",
     "RingSpec",
+    "RotaryScaling",
     "Sampling",
     "SelectedTree",
     "SharedBlocks",
