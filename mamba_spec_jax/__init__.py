@@ -36,7 +36,7 @@ from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import Generation, generate
 from mamba_spec_jax.speculative.prompts import init_decode
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal, SpeculativeModel
-from mamba_spec_jax.speculative.sampling import Greedy, MinP, Sampling, TokenChoice, TopK, TopP
+from mamba_spec_jax.speculative.sampling import Filters, Greedy, Sampling, TokenChoice
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
 from mamba_spec_jax.speculative.tree import SelectedTree, TreeTopology, select_best
@@ -63,6 +63,7 @@ __all__ = [
     "EagleDrafter",
     "EagleTreeDrafter",
     "FallbackDrafter",
+    "Filters",
     "FixedDepth",
     "ForwardBatch",
     "ForwardMode",
@@ -83,7 +84,6 @@ __all__ = [
     "Mamba2Weights",
     "MambaPool",
     "MemoryPlan",
-    "MinP",
     "ModelOutput",
     "NgramDrafter",
     "NgramTreeDrafter",
@@ -103,8 +103,6 @@ __all__ = [
     "StrategyChoice",
     "StreamEvent",
     "TokenChoice",
-    "TopK",
-    "TopP",
     "TreeTopology",
     "VerifyRecord",
     "accept",

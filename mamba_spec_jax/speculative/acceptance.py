@@ -11,6 +11,7 @@ from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.cache.tree import check_parents, path_to
 from mamba_spec_jax.speculative.rejection import residual
 from mamba_spec_jax.speculative.sampling import (
+    Filters,
     Greedy,
     Method,
     Purpose,
@@ -54,6 +55,7 @@ def accept(
     seeds: Seeds | None = None,
     positions: Tokens | None = None,
     temperature: Float[Array, "B"] | None = None,
+    filters: Filters | None = None,
     forbidden: Bool[Array, "B T V"] | None = None,
     with_logprobs: bool = False,
 ) -> AcceptResult:
@@ -95,6 +97,7 @@ def accept(
         positions: `[B, T]` absolute position of the token emitted at each node, which grows with the node's depth;
             `Sampling` only.
         temperature: `[B]`, 0 for greedy rows; `Sampling` only.
+        filters: of each row, None for none at all; `Sampling` only.
         forbidden: `[B, T, V]` tokens that must not be emitted at a node.
         with_logprobs: whether to return log-probabilities (static).
 
@@ -103,8 +106,8 @@ def accept(
             known and no tree.
     """
     if not isinstance(method, Greedy | Sampling):
-        raise ValueError(f"accept got method {method!r}, expected Greedy() or Sampling(...)")
-    _check_shapes(logits, draft, seeds, positions, temperature, forbidden)
+        raise ValueError(f"accept got method {method!r}, expected Greedy() or Sampling()")
+    _check_shapes(logits, draft, seeds, positions, temperature, filters, forbidden)
     walk, reject = (_walk, _reject) if draft.parents is None else (walk_tree, reject_tree)
     if isinstance(method, Greedy):
         best = jnp.argmax(mask_logits(logits, forbidden), axis=-1).astype(jnp.int32)
@@ -112,7 +115,7 @@ def accept(
     elif seeds is None or positions is None or temperature is None:
         raise ValueError(f"accept with {method} needs seeds, positions and temperature: draws are seeded per request")
     else:
-        log_p = filtered_log_probs(method, logits, temperature, forbidden)
+        log_p = filtered_log_probs(logits, temperature, filters, forbidden)
         if draft.probs is None:
             drawn = draw_tokens(draw_keys(seeds, positions, Purpose.TOKEN), log_p)
             node, last = walk(draft, drawn, logits.shape[-1])
@@ -191,7 +194,7 @@ def _own_log_probs(logits: Logits, result: AcceptResult) -> Float[Array, "B T"]:
     return jnp.where(emitted, chosen, 0.0)
 
 
-def _check_shapes(logits, draft, seeds, positions, temperature, forbidden) -> None:
+def _check_shapes(logits, draft, seeds, positions, temperature, filters, forbidden) -> None:
     if logits.ndim != 3:
         raise ValueError(f"accept got logits of shape {logits.shape}, expected [B, T, V]")
     batch, nodes, vocab = logits.shape
@@ -204,6 +207,7 @@ def _check_shapes(logits, draft, seeds, positions, temperature, forbidden) -> No
         "positions": (positions, (batch, nodes)),
         "temperature": (temperature, (batch,)),
         "forbidden": (forbidden, (batch, nodes, vocab)),
+        **{f"filters.{name}": (rows, (batch,)) for name, rows in ({} if filters is None else vars(filters)).items()},
     }
     for name, (value, shape) in expected.items():
         if value is not None and value.shape != shape:

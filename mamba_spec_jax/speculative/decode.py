@@ -14,7 +14,7 @@ from mamba_spec_jax.cache.tree import check_parents, depths
 from mamba_spec_jax.modes import ForwardMode
 from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal, SpeculativeModel
-from mamba_spec_jax.speculative.sampling import Method, TokenChoice
+from mamba_spec_jax.speculative.sampling import Filters, Method, TokenChoice
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, limit_accept
 
 
@@ -25,19 +25,21 @@ class Requests:
     Attributes:
         slots: `[B]` cache slot, -1 for a padding row.
         max_new: `[B]` tokens it may emit.
-        min_new: `[B]` tokens before an end-of-sequence token may be emitted; None for no such rule at all.
+        min_new: `[B]` tokens before the one that may stop it: see `StopConditions`.
         draft_limit: `[B]` most drafts a step, in a tree the greatest depth; 0 decodes plainly inside the same compiled
             step.
         seeds: `[B]` noise of its draws.
         temperature: `[B]`; 0 is greedy.
+        filters: which likely tokens are drawn from.
     """
 
     slots: Rows
     max_new: Rows
-    min_new: Rows | None
+    min_new: Rows
     draft_limit: Rows
     seeds: Seeds
     temperature: Float[Array, "B"]
+    filters: Filters
 
 
 @flax.struct.dataclass
@@ -151,9 +153,7 @@ def speculative_decode_step(
     if output.record is None:
         raise ValueError(f"{type(model).__name__}.verify returned no record, expected what its commit needs")
     depth = jnp.arange(num_drafts + 1, dtype=jnp.int32) if draft.parents is None else depths(draft.parents)
-    forbidden = None
-    if requests.min_new is not None:
-        forbidden = stops.forbidden(model.vocab_size, state.new_tokens, requests.min_new, depth)
+    to_come = requests.min_new - state.new_tokens
     result = accept(
         method,
         output.logits,
@@ -161,10 +161,11 @@ def speculative_decode_step(
         seeds=requests.seeds,
         positions=state.lengths[:, None] + depth,
         temperature=requests.temperature,
-        forbidden=forbidden,
+        filters=requests.filters,
+        forbidden=stops.forbidden(model.vocab_size, to_come, depth),
         with_logprobs=state.logprobs is not None,
     )
-    outcome = limit_accept(result, stops, state.stop_states, remaining)
+    outcome = limit_accept(result, stops, state.stop_states, remaining, to_come)
     result = outcome.result
 
     cache = model.backend.update_mamba_state_after_mtp_verify(
@@ -247,7 +248,7 @@ def propose(drafter: Drafter, drafter_params: Any, state: DecodeState, method: M
         )
     if num_drafts == 0:
         return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B,), jnp.int32), state.drafter)
-    choose = TokenChoice(state.requests.seeds, state.requests.temperature, method)
+    choose = TokenChoice(state.requests.seeds, state.requests.temperature, method, state.requests.filters)
     proposal = drafter.propose(drafter_params, state.drafter, state.tokens, state.lengths, choose, num_drafts)
     if proposal.tokens.shape != (B, num_drafts) or proposal.lengths.shape != (B,):
         raise ValueError(
