@@ -146,6 +146,7 @@ def _accept(method, state, params, given, result, zero):
         seeds=state.requests.seeds,
         positions=state.lengths[:, None] + jnp.arange(logits.shape[1], dtype=jnp.int32),
         temperature=state.requests.temperature,
+        filters=state.requests.filters,
     )
 
 

@@ -52,14 +52,11 @@ from mamba_spec_jax.speculative.protocol import (
     SpeculativeModel,
 )
 from mamba_spec_jax.speculative.sampling import (
-    Filter,
+    Filters,
     Greedy,
-    MinP,
     Purpose,
     Sampling,
     TokenChoice,
-    TopK,
-    TopP,
     draw_keys,
 )
 from mamba_spec_jax.speculative.stop import StopAutomaton, StopConditions, StopReason
@@ -102,7 +99,7 @@ __all__ = [
     "EagleState",
     "EagleTreeDrafter",
     "FallbackDrafter",
-    "Filter",
+    "Filters",
     "FixedDepth",
     "ForwardBatch",
     "ForwardMode",
@@ -132,7 +129,6 @@ __all__ = [
     "Mamba2Weights",
     "MambaPool",
     "MemoryPlan",
-    "MinP",
     "ModelOutput",
     "NgramDrafter",
     "NgramTreeDrafter",
@@ -165,8 +161,6 @@ __all__ = [
     "StrategyChoice",
     "StreamEvent",
     "TokenChoice",
-    "TopK",
-    "TopP",
     "TreeTopology",
     "VerifyRecord",
     "accept",

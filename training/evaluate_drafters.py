@@ -17,10 +17,7 @@ from mamba_spec_jax.assets import DFLASH, DRAFT_MODEL, EAGLE3, MTP, TINY
 from mamba_spec_jax.cli.prompts import NUM_PROMPTS, PromptKind, demo_prompts
 
 DRAFTS = 4
-METHODS: dict[str, tuple[ms.Greedy | ms.Sampling, float]] = {
-    "greedy": (ms.Greedy(), 1.0),
-    "temperature 0.7": (ms.Sampling(), 0.7),
-}
+TEMPERATURES = {"greedy": 0.0, "temperature 0.7": 0.7}
 
 
 def drafters(loaded: ms.LoadedModel, drafts: int) -> dict[str, tuple[ms.Drafter, Any]]:
@@ -52,20 +49,19 @@ def main() -> None:
     kinds = (PromptKind.FREE, PromptKind.EDIT)
     prompts = [tokenizer.encode(text).ids for kind in kinds for text in demo_prompts(kind, NUM_PROMPTS)]
 
-    def generate(method, temperature, **drafting):
+    def generate(temperature, **drafting):
         drafter = drafting.get("drafter")
         layers = () if drafter is None else drafter.hidden_layers
         target = loaded.model.with_hidden_layers(layers)
         return ms.generate(
-            target, loaded.params, prompts, method=method, temperature=temperature, max_new=options.new_tokens,
-            **drafting,
+            target, loaded.params, prompts, temperature=temperature, max_new=options.new_tokens, **drafting,
         )  # fmt: skip
 
     table: dict[str, dict[str, Any]] = {}
-    for method_name, (method, temperature) in METHODS.items():
-        plain = generate(method, temperature, depth=0)
+    for method_name, temperature in TEMPERATURES.items():
+        plain = generate(temperature, depth=0)
         for name, (drafter, params) in drafters(loaded, DRAFTS).items():
-            generation = generate(method, temperature, drafter=drafter, drafter_params=params)
+            generation = generate(temperature, drafter=drafter, drafter_params=params)
             statistics = generation.statistics
             emitted = np.asarray(statistics.histogram) @ np.arange(1, statistics.histogram.shape[1] + 1)
             rows = np.split(np.arange(len(prompts)), len(kinds))

@@ -16,7 +16,7 @@ from training.data import Mix
 BATCH = 64
 PROMPT_TOKENS = (16, 128)
 FIRST_STEP = 10**9  # of the mixture, so far on that training never draws the same rows
-METHODS: tuple[tuple[ms.Greedy | ms.Sampling, float], ...] = ((ms.Greedy(), 1.0), (ms.Sampling(), 0.7))
+TEMPERATURES = (0.0, 0.7)
 
 
 def self_text(path: Path, mix: Mix, rows: int, tokens: int, seed: int) -> np.ndarray:
@@ -30,12 +30,13 @@ def self_text(path: Path, mix: Mix, rows: int, tokens: int, seed: int) -> np.nda
     rng = np.random.default_rng(seed)
     written = []
     for batch in tqdm(range(-(-rows // BATCH)), desc="self text"):
-        method, temperature = METHODS[batch % len(METHODS)]
+        temperature = TEMPERATURES[batch % len(TEMPERATURES)]
         drawn, _ = mix.batch(FIRST_STEP + batch, BATCH, tokens)
         prompts = [row[: rng.integers(*PROMPT_TOKENS)].tolist() for row in drawn]
+        seeds = [int(s) for s in rng.integers(2**31, size=BATCH)]
         generation = ms.generate(
-            loaded.model, loaded.params, prompts, method=method, temperature=temperature, depth=0,
-            max_new=tokens + 1 - PROMPT_TOKENS[0], seeds=[int(s) for s in rng.integers(2**31, size=BATCH)],
+            loaded.model, loaded.params, prompts, temperature=temperature, depth=0,
+            max_new=tokens + 1 - PROMPT_TOKENS[0], seeds=seeds if temperature else 0,
         )  # fmt: skip
         whole = [prompt + list(new) for prompt, new in zip(prompts, generation.tokens, strict=True)]
         written += [row[: tokens + 1] for row in whole if len(row) > tokens]

@@ -15,7 +15,7 @@ from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.generate import Generation, collect, start_generation
 from mamba_spec_jax.speculative.protocol import Progress, Proposal
-from mamba_spec_jax.speculative.sampling import Greedy, TokenChoice
+from mamba_spec_jax.speculative.sampling import TokenChoice
 
 _CHUNK_STEPS = 16
 
@@ -152,10 +152,10 @@ def _run(
     model: HybridModel, params: Any, prompts: Sequence[Sequence[int]], drafter: ScriptedDrafter, script: Script,
     limit: int, max_new: int,
 ) -> Run:  # fmt: skip
-    requests = {"max_new": max_new, "draft_limit": limit, "logprobs": True}
     state, chunks = start_generation(
-        model, params, prompts, drafter, script, drafter.max_drafts, Greedy(), None, _CHUNK_STEPS, **requests
-    )
+        model, params, prompts, max_new=max_new, drafter=drafter, drafter_params=script, draft_limit=limit,
+        logprobs=True, chunk_steps=_CHUNK_STEPS,
+    )  # fmt: skip
     for newest, _ in chunks:
         state = newest
     slots = jnp.arange(len(prompts), dtype=jnp.int32)

@@ -26,7 +26,6 @@ from mamba_spec_jax.cli.runtime import open_model
 from mamba_spec_jax.drafting import load_drafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import Generation
-from mamba_spec_jax.speculative.sampling import Filter, Greedy, Method, MinP, Sampling, TopK, TopP
 from mamba_spec_jax.speculative.stop import StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent, stream
 
@@ -64,7 +63,10 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Write text, tokens and statistics as JSON.")] = False,
 ) -> None:
     """Continue a prompt, or answer a message."""
-    method = _method(temperature, top_k, top_p, min_p)
+    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    filters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if temperature == 0 and filters:
+        raise ValueError("--top-k, --top-p and --min-p need a --temperature above 0: at 0 the likeliest token is taken")
     if drafter is not None and drafts == 0:
         raise ValueError("--drafter was given with --drafts 0, which drafts nothing: leave one of them out")
     if tree is not None and drafts == 0:
@@ -92,11 +94,11 @@ def generate(
         stop_strings=stop,
         eos_ids=loaded.model.config.eos_token_ids,
         depth=drafts if tree is None else tree,
-        method=method,
         max_new=max_new_tokens,
         min_new=min_new_tokens,
         seeds=seed,
         temperature=temperature,
+        **filters,
         **drafting,
     )
     pieces, generation = _follow(events, show=not as_json)
@@ -122,20 +124,6 @@ _NO_LOGITS = (
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     user = {"role": "user", "content": text}
     return [user] if system is None else [{"role": "system", "content": system}, user]
-
-
-def _method(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> Method:
-    """The filters in transformers' order: K, then P, then the least probability."""
-    filters: list[Filter] = []
-    if top_k is not None:
-        filters.append(TopK(top_k))
-    if top_p is not None:
-        filters.append(TopP(top_p))
-    if min_p is not None:
-        filters.append(MinP(min_p))
-    if temperature == 0 and filters:
-        raise ValueError("--top-k, --top-p and --min-p need a --temperature above 0: at 0 the likeliest token is taken")
-    return Sampling(tuple(filters)) if temperature else Greedy()
 
 
 def _read_prompt(prompt: str | None) -> str:

@@ -154,7 +154,7 @@ class Bench:
             drafter=drafter,
             max_drafts=policy.max_drafts,
             max_new=self._max_new,
-            seeds=self._seed,
+            seeds=self._seed if scenario.temperature else 0,
             temperature=scenario.temperature,
         )
 

@@ -22,6 +22,7 @@ from mamba_spec_jax.cache.records import Draft, require_draft
 from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.speculative.rejection import drawn_from, residual
 from mamba_spec_jax.speculative.sampling import (
+    Filters,
     Greedy,
     Method,
     Purpose,
@@ -69,6 +70,7 @@ def accept(
     seeds: Seeds | None = None,
     positions: Tokens | None = None,
     temperature: Float[Array, "B"] | None = None,
+    filters: Filters | None = None,
     forbidden: Bool[Array, "B T V"] | None = None,
     with_logprobs: bool = False,
 ) -> AcceptResult:
@@ -114,6 +116,7 @@ def accept(
         positions: `[B, T]` absolute position of the token emitted at each node, which grows with the node's depth;
             `Sampling` only.
         temperature: `[B]`, 0 for greedy rows; `Sampling` only.
+        filters: of each row, None for none at all; `Sampling` only.
         forbidden: `[B, T, V]` tokens that must not be emitted at a node.
         with_logprobs: whether to return log-probabilities (static).
 
@@ -122,8 +125,8 @@ def accept(
             known and no tree.
     """
     if not isinstance(method, Greedy | Sampling):
-        raise ValueError(f"accept got method {method!r}, expected Greedy() or Sampling(...)")
-    _check_shapes(logits, draft, seeds, positions, temperature, forbidden)
+        raise ValueError(f"accept got method {method!r}, expected Greedy() or Sampling()")
+    _check_shapes(logits, draft, seeds, positions, temperature, filters, forbidden)
     draft = draft.within(logits.shape[-1])
     walk, reject = (_walk, _reject) if draft.parents is None else (walk_tree, reject_tree)
     allowed = mask_logits(logits, forbidden)
@@ -134,7 +137,7 @@ def accept(
     elif seeds is None or positions is None or temperature is None:
         raise ValueError(f"accept with {method} needs seeds, positions and temperature: draws are seeded per request")
     else:
-        log_p = filtered_log_probs(method, logits, temperature, forbidden)
+        log_p = filtered_log_probs(logits, temperature, filters, forbidden)
         log_p = jnp.where(chooses[..., None], log_p, -jnp.inf)
         if draft.probs is None:
             drawn = draw_tokens(draw_keys(seeds, positions, Purpose.TOKEN), log_p)
@@ -221,7 +224,7 @@ def _own_log_probs(logits: Logits, result: AcceptResult) -> Float[Array, "B T"]:
     return jnp.where(emitted, chosen, 0.0)
 
 
-def _check_shapes(logits, draft, seeds, positions, temperature, forbidden) -> None:
+def _check_shapes(logits, draft, seeds, positions, temperature, filters, forbidden) -> None:
     require_array("accept got logits", logits, ("B", "T", "V"), "float32")
     batch, nodes, vocab = logits.shape
     require_draft("accept", draft)
@@ -232,6 +235,10 @@ def _check_shapes(logits, draft, seeds, positions, temperature, forbidden) -> No
         "positions": (positions, (batch, nodes), "int32"),
         "temperature": (temperature, (batch,), "float32"),
         "forbidden": (forbidden, (batch, nodes, vocab), "bool"),
+        **{
+            f"filters.{name}": (rows, (batch,), "int32" if name == "top_k" else "float32")
+            for name, rows in ({} if filters is None else vars(filters)).items()
+        },
     }
     for name, (value, shape, kind) in optional.items():
         if value is not None:

@@ -15,7 +15,7 @@ from mamba_spec_jax.modes import ForwardMode
 from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
 from mamba_spec_jax.speculative.drafts import propose, require_fitting, to_draft, update_drafter
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, SpeculativeModel
-from mamba_spec_jax.speculative.sampling import Method, TokenChoice
+from mamba_spec_jax.speculative.sampling import Filters, Method, TokenChoice
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, limit_accept
 
 
@@ -26,19 +26,21 @@ class Requests:
     Attributes:
         slots: `[B]` cache slot, -1 for a padding row.
         max_new: `[B]` tokens it may emit.
-        min_new: `[B]` tokens before an end-of-sequence token may be emitted; None for no such rule at all.
+        min_new: `[B]` tokens before the one that may stop it: see `StopConditions`.
         draft_limit: `[B]` most drafts a step, in a tree the greatest depth; 0 decodes plainly inside the same compiled
             step.
         seeds: `[B]` noise of its draws.
         temperature: `[B]`; 0 is greedy.
+        filters: which likely tokens are drawn from.
     """
 
     slots: Rows
     max_new: Rows
-    min_new: Rows | None
+    min_new: Rows
     draft_limit: Rows
     seeds: Seeds
     temperature: Float[Array, "B"]
+    filters: Filters
 
 
 @flax.struct.dataclass
@@ -154,7 +156,7 @@ def speculative_decode_step(
         )
     remaining = requests.max_new - state.new_tokens
     room = state.room
-    choose = TokenChoice(requests.seeds, requests.temperature, method, model.vocab_size)
+    choose = TokenChoice(requests.seeds, requests.temperature, method, model.vocab_size, requests.filters)
     proposal = propose(drafter, drafter_params, state.drafter, state.tokens, state.lengths, choose, num_drafts)
     draft = to_draft(
         proposal,
@@ -169,9 +171,7 @@ def speculative_decode_step(
     if output.record is None:
         raise ValueError(f"{type(model).__name__}.verify returned no record, expected what its commit needs")
     depth = jnp.arange(num_drafts + 1, dtype=jnp.int32) if draft.parents is None else depths(draft.parents)
-    forbidden = None
-    if requests.min_new is not None:
-        forbidden = stops.forbidden(model.vocab_size, state.new_tokens, requests.min_new, depth)
+    to_come = requests.min_new - state.new_tokens
     result = accept(
         method,
         output.logits,
@@ -179,10 +179,11 @@ def speculative_decode_step(
         seeds=requests.seeds,
         positions=state.lengths[:, None] + depth,
         temperature=requests.temperature,
-        forbidden=forbidden,
+        filters=requests.filters,
+        forbidden=stops.forbidden(model.vocab_size, to_come, depth),
         with_logprobs=state.logprobs is not None,
     )
-    outcome = limit_accept(result, stops, state.stop_states, remaining, room)
+    outcome = limit_accept(result, stops, state.stop_states, remaining, to_come, room)
     result = outcome.result
 
     cache = model.backend.update_mamba_state_after_mtp_verify(

@@ -21,7 +21,7 @@ from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.drafts import propose, require_drafter
 from mamba_spec_jax.speculative.prompts import init_decode
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
-from mamba_spec_jax.speculative.sampling import Greedy, Method, TokenChoice
+from mamba_spec_jax.speculative.sampling import Greedy, Method, Sampling, TokenChoice
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
 from mamba_spec_jax.speculative.tree_acceptance import walk_tree
 
@@ -75,34 +75,67 @@ def generate(
     params: Any,
     prompts: Sequence[Sequence[int]],
     *,
+    max_new: int | Sequence[int] = 128,
+    min_new: int | Sequence[int] = 0,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    seeds: int | Sequence[int] = 0,
+    stops: StopConditions | None = None,
     drafter: Drafter | None = None,
     drafter_params: Any = None,
     depth: int | str | DepthPolicy | None = None,
-    method: Method = Greedy(),  # noqa: B008, frozen
-    stops: StopConditions | None = None,
+    draft_limit: int | Sequence[int] | None = None,
+    logprobs: bool = False,
     chunk_steps: int = 16,
-    **requests: Any,
 ) -> Generation:
     """Generates from ragged prompts.
+
+    What differs between rows or calls is an array of the same two programs, one greedy and one that draws: no option of
+    a row makes a call compile again, except a budget for which the cache needs more room.
 
     Args:
         model: target.
         params: its weights.
         prompts: token ids of each row, at least one each.
+        max_new: tokens to emit; like all options up to `seeds`, one value for all rows or one for each.
+        min_new: tokens before the one that may stop a row: see `StopConditions`.
+        temperature: 0 takes the likeliest token, above it tokens are drawn.
+        top_k, top_p, min_p: which likely tokens are drawn from, see `Filters`; 0, 1 and 0 are off.
+        seeds: of each row's draws, 0..2**32 - 1; a single number is counted up from row to row. A draw depends on seed
+            and position alone.
+        stops: what ends a row, besides its budget.
         drafter: source of drafts; prompt lookup by default.
         drafter_params: its weights, if it has any.
         depth: drafts a step; "auto" lets measured cost and acceptance decide; the drafter's maximum by default.
-        method: how tokens are chosen.
-        stops: what ends a row, besides its budget.
+        draft_limit: most drafts a step of each row, or one number for all; `depth` by default.
+        logprobs: whether to return each emitted token's log-probability.
         chunk_steps: steps compiled into one program; the host looks at the rows only after each. An automatic depth
             takes fewer at a time where it drafts.
-        **requests: of the rows, see `init_decode`: max_new, min_new, draft_limit, seeds, temperature, logprobs.
 
     Raises:
-        ValueError: for prompts, lengths or options that do not fit; MemoryError before an allocation that cannot.
+        ValueError: for prompts, lengths or options that do not fit, or that would have no effect; MemoryError before an
+            allocation that cannot.
     """
     state, chunks = start_generation(
-        model, params, prompts, drafter, drafter_params, depth, method, stops, chunk_steps, **requests
+        model,
+        params,
+        prompts,
+        max_new=max_new,
+        min_new=min_new,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        stops=stops,
+        drafter=drafter,
+        drafter_params=drafter_params,
+        depth=depth,
+        draft_limit=draft_limit,
+        logprobs=logprobs,
+        chunk_steps=chunk_steps,
     )
     for newest, _ in chunks:
         state = newest
@@ -113,25 +146,49 @@ def start_generation(
     model: SpeculativeModel,
     params: Any,
     prompts: Sequence[Sequence[int]],
-    drafter: Drafter | None,
-    drafter_params: Any,
-    depth: int | str | DepthPolicy | None,
-    method: Method,
-    stops: StopConditions | None,
-    chunk_steps: int,
-    **requests: Any,
+    *,
+    max_new: int | Sequence[int] = 128,
+    min_new: int | Sequence[int] = 0,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    seeds: int | Sequence[int] = 0,
+    stops: StopConditions | None = None,
+    drafter: Drafter | None = None,
+    drafter_params: Any = None,
+    depth: int | str | DepthPolicy | None = None,
+    draft_limit: int | Sequence[int] | None = None,
+    logprobs: bool = False,
+    chunk_steps: int = 16,
 ) -> tuple[DecodeState, Iterator[tuple[DecodeState, ChunkReport]]]:
     """The state after the prompts, and the chunks that go on from it and consume it; arguments as `generate`'s."""
+    if drafter is None and drafter_params is not None:
+        raise ValueError("drafter_params came without a drafter, expected the drafter whose weights they are")
     drafter, policy = resolve_drafting(drafter, depth)
+    if draft_limit is not None and policy.max_drafts == 0:
+        raise ValueError(f"draft_limit is {draft_limit!r}, but depth 0 drafts nothing: leave one of them out")
+    stops = _stops_of(stops, model.vocab_size)
+    if np.any(np.asarray(min_new, object) != 0) and not stops.can_stop:
+        raise ValueError(f"min_new is {min_new!r}, but nothing ends a row before max_new: give stops, or leave it out")
     state = init_decode(
         model,
         params,
         prompts,
         drafter=drafter,
-        drafter_params=drafter_params,
         max_drafts=policy.max_drafts,
-        **requests,
+        max_new=max_new,
+        min_new=min_new,
+        draft_limit=draft_limit,
+        seeds=seeds,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        logprobs=logprobs,
+        drafter_params=drafter_params,
     )
+    method = Sampling() if np.any(np.asarray(temperature) > 0) else Greedy()
     return state, decode_chunks(model, params, state, drafter, method, stops, policy, chunk_steps, drafter_params)
 
 
@@ -178,7 +235,7 @@ def decode_chunks(
     """
     if chunk_steps < 1:
         raise ValueError(f"chunk_steps is {chunk_steps}, expected at least 1")
-    stops = StopConditions.create() if stops is None else stops
+    stops = _stops_of(stops, model.vocab_size)
     ahead = 0 if _host_is_device() else 1
     remaining = np.asarray(jax.device_get(_remaining(state)))
     most_remaining = int(remaining.max(initial=0))
@@ -203,6 +260,15 @@ def decode_chunks(
             yield state, report
             if not report.active.any():
                 return
+
+
+def _stops_of(stops: StopConditions | None, vocab_size: int) -> StopConditions:
+    """Stop conditions in the shapes that calls with and without stop strings share."""
+    if stops is None:
+        stops = StopConditions.create()
+    if not isinstance(stops, StopConditions):
+        raise ValueError(f"stops is {stops!r}, expected StopConditions: text_stops makes them from a tokenizer")
+    return stops.for_vocabulary(vocab_size)
 
 
 class _InFlight(NamedTuple):
@@ -240,7 +306,8 @@ def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, 
         return loop(model, params, state, drafter, method, num_drafts, stops, num_steps, drafter_params)
 
     def look_and_decode(state, _):
-        choose = TokenChoice(state.requests.seeds, state.requests.temperature, method, model.vocab_size)
+        requests = state.requests
+        choose = TokenChoice(requests.seeds, requests.temperature, method, model.vocab_size, requests.filters)
         proposal = propose(drafter, drafter_params, state.drafter, state.tokens, state.lengths, choose, max_drafts)
         counts = jnp.where(state.active, proposal.lengths, -1)
         return decode(state, num_steps // looks), (proposal.tokens, proposal.parents, counts, state.lengths)

@@ -1,6 +1,5 @@
 """From prompts to a decode state: checks, a cache of the right size, and the prefill."""
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +13,11 @@ from mamba_spec_jax.modes import ForwardMode
 from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics
 from mamba_spec_jax.speculative.drafts import require_fitting, update_drafter
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, SpeculativeModel
+from mamba_spec_jax.speculative.rows import per_row, seed_rows
+from mamba_spec_jax.speculative.sampling import Filters
 from mamba_spec_jax.speculative.stop import StopReason
 
 PREFILL_CHUNK = 256
-_MOST = 2**30  # positions are below it: see `draw_keys`
 
 
 def init_decode(
@@ -31,7 +31,10 @@ def init_decode(
     min_new: int | Sequence[int] = 0,
     draft_limit: int | Sequence[int] | None = None,
     seeds: int | Sequence[int] = 0,
-    temperature: float | Sequence[float] = 1.0,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
     logprobs: bool = False,
     drafter_params: Any = None,
 ) -> DecodeState:
@@ -43,20 +46,27 @@ def init_decode(
         model, params, prompts, drafter: as for `generate`.
         max_drafts: the most drafts a step will ask for.
         max_new: tokens to emit, for all rows or each.
-        min_new: tokens before an end-of-sequence token may be emitted.
+        min_new: tokens before the one that may stop a row: see `StopConditions`.
         draft_limit: most drafts a step; None is `max_drafts`.
-        seeds: of each row's draws; a single number is counted up from row to row.
+        seeds: of each row's draws, 0..2**32 - 1; a single number is counted up from row to row.
         temperature: used by `Sampling`; 0 is greedy.
+        top_k, top_p, min_p: see `Filters`; 0, 1 and 0 are off.
         logprobs: whether to keep each emitted token's log-probability.
         drafter_params: the drafter's weights, if it has any.
+
+    Raises:
+        ValueError: for prompts, lengths or options that do not fit, and for an option of the draws where no row draws.
     """
     require_fitting(drafter, model)
     lengths = _check_prompts(prompts, model.vocab_size)
     B = len(prompts)
-    max_new_rows = _per_row("max_new", max_new, B, np.int32, least=0)
-    min_new_rows = _per_row("min_new", min_new, B, np.int32, least=0)
-    limit_rows = _per_row("draft_limit", max_drafts if draft_limit is None else draft_limit, B, np.int32, least=0)
-    temperature_rows = _per_row("temperature", temperature, B, np.float32, least=0)
+    max_new_rows = per_row("max_new", max_new, B, np.int32, least=0)
+    min_new_rows = per_row("min_new", min_new, B, np.int32, least=0)
+    limit_rows = per_row("draft_limit", max_drafts if draft_limit is None else draft_limit, B, np.int32, least=0)
+    temperature_rows = per_row("temperature", temperature, B, np.float32, least=0)
+    seeds_rows, filters = seed_rows(seeds, B), Filters.create(B, top_k, top_p, min_p)
+    if not np.any(temperature_rows > 0):
+        _refuse_draws(seeds, seeds_rows, filters)
     if np.any(min_new_rows > max_new_rows):
         raise ValueError(f"min_new {min_new_rows.tolist()} exceeds max_new {max_new_rows.tolist()}")
     longest = int(np.max(lengths.astype(np.int64) + max_new_rows))
@@ -80,10 +90,11 @@ def init_decode(
         requests=Requests(
             slots=slots,
             max_new=jnp.asarray(max_new_rows),
-            min_new=jnp.asarray(min_new_rows) if np.any(min_new_rows) else None,
+            min_new=jnp.asarray(min_new_rows),
             draft_limit=jnp.asarray(limit_rows),
-            seeds=jnp.asarray(_seeds(seeds, B)),
+            seeds=jnp.asarray(seeds_rows),
             temperature=jnp.asarray(temperature_rows),
+            filters=filters,
         ),
         statistics=Statistics(
             passes=jnp.zeros((B,), jnp.int32),
@@ -137,6 +148,8 @@ def _next_power_of_two(n: int) -> int:
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
+    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts are {prompts!r}, expected a list of token ids for each row: [[1, 2], [3]]")
     if len(prompts) == 0:
         raise ValueError("generate got no prompts, expected at least one row")
     for row, prompt in enumerate(prompts):
@@ -146,7 +159,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndar
             raise ValueError(
                 f"prompt {row} is empty, expected at least one token: start with a beginning-of-text token"
             )
-        ids = np.asarray(prompt)
+        ids = _ids(prompt)
         if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
             raise ValueError(f"prompt {row} is {ids.dtype}{list(ids.shape)}, expected a list of token ids")
         if ids.min() < 0 or ids.max() >= vocab_size:
@@ -154,22 +167,24 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndar
     return np.asarray([len(prompt) for prompt in prompts], np.int32)
 
 
-def _seeds(seeds: Any, batch: int) -> np.ndarray:
-    """A seed for each row, modulo 2**32; a single number is counted up from row to row."""
-    rows = np.asarray(seeds, object).reshape(-1).tolist() if np.ndim(seeds) else [seeds + row for row in range(batch)]
-    if len(rows) != batch or not all(isinstance(seed, numbers.Integral) for seed in rows):
-        raise ValueError(f"seeds is {seeds!r}, expected an integer or {batch} of them, one a prompt")
-    return np.asarray([int(seed) % 2**32 for seed in rows], np.uint32)
+def _ids(prompt: Sequence[int]) -> np.ndarray:
+    """The prompt as an array; one without columns for a list of lists of different lengths."""
+    try:
+        return np.asarray(prompt)
+    except ValueError:
+        return np.asarray(None)
 
 
-def _per_row(name: str, value: Any, batch: int, dtype: Any, least: float) -> np.ndarray:
-    rows = np.asarray(value)
-    if rows.ndim > 1 or (rows.ndim == 1 and len(rows) != batch):
-        raise ValueError(f"{name} has shape {list(rows.shape)}, expected one value or {batch}, one a prompt")
-    if np.issubdtype(dtype, np.integer) and not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"{name} is {value!r}, expected integers")
-    if not np.issubdtype(rows.dtype, np.number) or not np.all(np.isfinite(rows)) or np.any(rows < least):
-        raise ValueError(f"{name} is {value!r}, expected finite values of at least {least}")
-    if np.issubdtype(dtype, np.integer) and np.any(rows > _MOST):
-        raise ValueError(f"{name} is {value!r}, expected at most {_MOST}")
-    return np.broadcast_to(rows, (batch,)).astype(dtype)
+def _refuse_draws(seeds: Any, seeds_rows: np.ndarray, filters: Filters) -> None:
+    """Raises ValueError for the first option of the draws that is not at its default: greedy rows draw nothing."""
+    default = Filters.create(len(seeds_rows))
+    changed = {
+        name: np.unique(rows).tolist() for name, rows in vars(filters).items() if np.any(rows != getattr(default, name))
+    }
+    if np.any(seeds_rows != seed_rows(0, len(seeds_rows))):
+        changed["seeds"] = seeds
+    for name, value in changed.items():
+        raise ValueError(
+            f"{name} is {value}, but every temperature is 0, where the likeliest token is taken and nothing is drawn: "
+            f"give a temperature above 0, or leave {name} out"
+        )

@@ -6,70 +6,15 @@ the batch row, the cache slot, the number of nodes in a verify pass and the draf
 
 import dataclasses
 import enum
-import math
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_spec_jax.array_types import Array, Bool, Float, Int32, Seeds
-
-
-@runtime_checkable
-class Filter(Protocol):
-    """A rule that keeps the likely tokens; frozen and hashable.
-
-    A filter is a threshold: tokens whose log-probability is below it are dropped, and all tokens tied with it stay.
-    Which tokens survive therefore never depends on the order of the vocabulary or on a sort's stability.
-    """
-
-    def threshold(self, log_probs: Float[Array, "*N V"]) -> Float[Array, "*N 1"]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class TopK:
-    """Keeps the `k` most likely tokens, and all tied with the k-th."""
-
-    k: int
-
-    def __post_init__(self):
-        if not isinstance(self.k, int) or isinstance(self.k, bool) or self.k < 1:
-            raise ValueError(f"TopK.k is {self.k!r}, expected an integer of at least 1")
-
-    def threshold(self, log_probs: Float[Array, "*N V"]) -> Float[Array, "*N 1"]:
-        return _lowest_kept(log_probs, jnp.ones_like(log_probs), float(self.k))
-
-
-@dataclasses.dataclass(frozen=True)
-class TopP:
-    """Keeps the smallest set of most likely tokens whose mass reaches `p`, and all tied with the last of them."""
-
-    p: float
-
-    def __post_init__(self):
-        if not _is_number(self.p) or not 0 < self.p <= 1:
-            raise ValueError(f"TopP.p is {self.p!r}, expected a number with 0 < p <= 1")
-
-    def threshold(self, log_probs: Float[Array, "*N V"]) -> Float[Array, "*N 1"]:
-        if self.p == 1:  # a float32 sum of all the rest may round to 1 and would drop the least likely tokens
-            return jnp.full_like(log_probs[..., :1], -jnp.inf)
-        return _lowest_kept(log_probs, jnp.exp(log_probs), float(self.p))
-
-
-@dataclasses.dataclass(frozen=True)
-class MinP:
-    """Keeps the tokens at least `p` times as likely as the likeliest."""
-
-    p: float
-
-    def __post_init__(self):
-        if not _is_number(self.p) or not 0 <= self.p <= 1:
-            raise ValueError(f"MinP.p is {self.p!r}, expected a number with 0 <= p <= 1")
-
-    def threshold(self, log_probs: Float[Array, "*N V"]) -> Float[Array, "*N 1"]:
-        return jnp.max(log_probs, axis=-1, keepdims=True) + (math.log(self.p) if self.p else -math.inf)
+from mamba_spec_jax.array_types import Array, Bool, Float, Int32, Rows, Seeds
+from mamba_spec_jax.speculative.rows import per_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +24,7 @@ class Greedy:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """A draw from the filtered distribution, with a temperature per row.
-
-    Attributes:
-        filters: applied in the order given, after the temperature, each on the renormalised outcome of the one before.
-            Hugging Face transformers' order is `(TopK, TopP, MinP)`.
-    """
-
-    filters: tuple[Filter, ...] = ()
-
-    def __post_init__(self):
-        if not isinstance(self.filters, tuple) or not all(isinstance(rule, Filter) for rule in self.filters):
-            raise ValueError(
-                f"Sampling.filters is {self.filters!r}, expected a tuple of TopK, TopP, MinP or other Filter instances"
-            )
+    """A draw from the filtered distribution. Temperature and filters are numbers of each row: see `Filters`."""
 
 
 Method = Greedy | Sampling
@@ -112,29 +44,80 @@ def mask_logits(logits: Float[Array, "*N V"], forbidden: Bool[Array, "*N V"] | N
     return logits if forbidden is None else jnp.where(forbidden, -jnp.inf, logits)
 
 
+@flax.struct.dataclass
+class Filters:
+    """Which likely tokens each row may draw: numbers in arrays, so that one program serves every combination of them.
+
+    They are applied after the temperature in the order of Hugging Face transformers (`GenerationMixin`'s
+    `_get_logits_processor`): top-k, top-p, min-p, each on the renormalised outcome of the one before. A filter is a
+    threshold: tokens below it are dropped, and all tokens tied with it stay. Which tokens survive therefore never
+    depends on the order of the vocabulary. A filter that is off changes no bit of its row.
+
+    Attributes:
+        top_k: `[B]` keeps the `top_k` likeliest tokens; 0 (and less) is off.
+        top_p: `[B]` keeps the smallest set of likeliest tokens whose probability reaches `top_p`; 1 (and more) is off.
+        min_p: `[B]` keeps the tokens at least `min_p` times as likely as the likeliest, 1 at most; 0 is off.
+    """
+
+    top_k: Rows
+    top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
+
+    @classmethod
+    def create(
+        cls,
+        batch: int,
+        top_k: int | Sequence[int] = 0,
+        top_p: float | Sequence[float] = 1.0,
+        min_p: float | Sequence[float] = 0.0,
+    ) -> "Filters":
+        """Checks the numbers on the host; each is one for all rows, or one for each. ValueError for any other."""
+        top_p_rows = per_row("top_p", top_p, batch, np.float32, least=0, most=1)
+        if not np.all(top_p_rows > 0):
+            raise ValueError(f"top_p is {top_p!r}, expected numbers above 0, and 1 for rows that take every token")
+        return cls(
+            top_k=jnp.asarray(per_row("top_k", top_k, batch, np.int32, least=0)),
+            top_p=jnp.asarray(top_p_rows),
+            min_p=jnp.asarray(per_row("min_p", min_p, batch, np.float32, least=0, most=1)),
+        )
+
+    def apply(self, log_probs: Float[Array, "B *N V"], drawn: Bool[Array, "B *ones"]) -> Float[Array, "B *N V"]:
+        """Normalised log-probabilities of the tokens that are kept, -inf for the others, in the rows where `drawn`."""
+        top_k, top_p, min_p = (_like_rows(rows, log_probs) for rows in (self.top_k, self.top_p, self.min_p))
+        on = drawn & (top_k > 0)
+        lowest = _lowest_kept(log_probs, jnp.ones_like(log_probs), top_k.astype(jnp.float32), on)
+        log_probs = _keep(log_probs, lowest, on)
+        # At 1 a float32 sum of all other tokens may round to 1, and would drop the least likely ones.
+        on = drawn & (top_p < 1)
+        bound = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
+        log_probs = _keep(log_probs, _lowest_kept(log_probs, jnp.exp(log_probs), bound, on), on)
+        on = drawn & (min_p > 0)
+        best = jnp.max(log_probs, axis=-1, keepdims=True)
+        return _keep(log_probs, best + jnp.log(jnp.clip(min_p, 0, 1)), on)
+
+
 def filtered_log_probs(
-    method: Sampling,
     logits: Float[Array, "B *N V"],
     temperature: Float[Array, "B"],
+    filters: Filters | None = None,
     forbidden: Bool[Array, "B *N V"] | None = None,
 ) -> Float[Array, "B *N V"]:
-    """Log-probabilities in float32 of the distribution that `method` draws from; -inf for tokens it cannot draw.
+    """Log-probabilities in float32 of the distribution that a row draws from; -inf for tokens it cannot draw.
 
     Args:
-        method: the filters.
         logits: `[B, ..., V]` of any floating dtype.
         temperature: `[B]`; a row at 0 or below is greedy: all mass on the argmax, the lowest id winning a tie.
+        filters: of each row; None for none at all.
         forbidden: `[B, ..., V]` tokens that must not be drawn, removed before the temperature and the filters.
     """
     logits = mask_logits(logits, forbidden)
-    temperature = temperature.astype(jnp.float32).reshape(temperature.shape + (1,) * (logits.ndim - 1))
+    temperature = _like_rows(temperature.astype(jnp.float32), logits)
     drawn = temperature > 0
     # The maximum goes first: a tiny temperature then gives 0 and -inf rather than inf - inf.
     centred = logits - jnp.max(logits, axis=-1, keepdims=True)
     log_probs = jax.nn.log_softmax(centred / jnp.where(drawn, temperature, 1), axis=-1)
-    for rule in method.filters:
-        kept = log_probs >= rule.threshold(log_probs)
-        log_probs = jax.nn.log_softmax(jnp.where(kept, log_probs, -jnp.inf), axis=-1)
+    if filters is not None:
+        log_probs = filters.apply(log_probs, drawn)
     best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32) == jnp.arange(logits.shape[-1], dtype=jnp.int32)
     return jnp.where(drawn, log_probs, jnp.where(best, 0.0, -jnp.inf))
 
@@ -192,16 +175,18 @@ class TokenChoice:
     count as chosen outright: what is emitted is, token for token, what sampling without speculation would emit.
 
     Attributes:
-        method: static.
         seeds: `[B]`.
         temperature: `[B]`.
+        method: static.
         vocab_size: V of the target (static); tokens of a drafter's own beyond it are never chosen. None for any.
+        filters: of each row; None for none at all.
     """
 
     seeds: Seeds
     temperature: Float[Array, "B"]
     method: Method = flax.struct.field(pytree_node=False)
     vocab_size: int | None = flax.struct.field(pytree_node=False, default=None)
+    filters: Filters | None = None
 
     def scores(self, logits: Float[Array, "B *N V"], positions: Int32[Array, "B *N"]) -> Float[Array, "B *N V"]:
         """What the likeliest choices are largest in; the choice itself is the argmax.
@@ -213,7 +198,7 @@ class TokenChoice:
         logits = logits[..., : self.vocab_size]
         if isinstance(self.method, Greedy):
             return mask_logits(logits, None)
-        log_probs = filtered_log_probs(self.method, logits, self.temperature)
+        log_probs = filtered_log_probs(logits, self.temperature, self.filters)
         return perturbed(draw_keys(self.seeds, positions, Purpose.TOKEN), log_probs)
 
     def __call__(self, logits: Float[Array, "B *N V"], positions: Int32[Array, "B *N"]) -> Int32[Array, "B *N"]:
@@ -221,28 +206,47 @@ class TokenChoice:
         return jnp.argmax(self.scores(logits, positions), axis=-1).astype(jnp.int32)
 
 
+def _like_rows(rows: Array, values: Float[Array, "B *N V"]) -> Array:
+    """`[B]` as `[B, 1, ..., 1]`."""
+    return rows.reshape(rows.shape + (1,) * (values.ndim - 1))
+
+
+def _keep(log_probs: Float[Array, "*N V"], lowest: Float[Array, "*N 1"], on: Bool[Array, "*N 1"]) -> Array:
+    kept = jnp.where(log_probs >= lowest, log_probs, -jnp.inf)
+    return jnp.where(on, jax.nn.log_softmax(kept, axis=-1), log_probs)
+
+
 @jax.jit
-def _lowest_kept(log_probs: Float[Array, "*N V"], weights: Float[Array, "*N V"], bound: float) -> Float[Array, "*N 1"]:
+def _lowest_kept(
+    log_probs: Float[Array, "*N V"], weights: Float[Array, "*N V"], bound: Float[Array, "*N 1"], on: Bool[Array, "*N 1"]
+) -> Float[Array, "*N 1"]:
     """A threshold at or above which lie exactly the tokens with less than `bound` weight strictly above them.
 
     Bisects the float32 numbers instead of sorting the vocabulary, which costs several times as much on a CPU. Floats of
     one sign are ordered as their bits are, so 31 halvings end at the exact value. Rounding cannot mislead them: adding
     a weight to a sum never makes the rounded sum smaller.
+
+    Without a row where `on`, a CPU halves nothing. An accelerator always makes the 31 passes over the vocabulary: a
+    loop whose end depends on data would be asked about by the host after every pass.
     """
     surprise = -log_probs  # in 0..inf
 
-    def halve(_, ends):
+    def halve(ends):
         low, high = ends
         middle = low + (high - low) // 2
         above = surprise < jax.lax.bitcast_convert_type(middle, jnp.float32)
         kept = jnp.sum(jnp.where(above, weights, 0), axis=-1, keepdims=True) < bound
         return jnp.where(kept, middle, low), jnp.where(kept, high, middle)
 
+    def while_apart(ends):
+        return jax.lax.while_loop(lambda ends: jnp.any(ends[1] - ends[0] > 1), halve, ends)
+
+    def always(ends):
+        return jax.lax.fori_loop(0, 31, lambda _, ends: halve(ends), ends)
+
     infinity = int(np.float32(np.inf).view(np.int32))
     shape = (*log_probs.shape[:-1], 1)
-    ends = jnp.zeros(shape, jnp.int32), jnp.full(shape, infinity + 1, jnp.int32)
-    return -jax.lax.bitcast_convert_type(jax.lax.fori_loop(0, 31, halve, ends)[0], jnp.float32)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    # Ends one apart have nothing between them: such a row is done.
+    ends = jnp.zeros(shape, jnp.int32), jnp.broadcast_to(jnp.where(on, jnp.int32(infinity + 1), 1), shape)
+    low, _ = jax.lax.platform_dependent(ends, cpu=while_apart, default=always)
+    return -jax.lax.bitcast_convert_type(low, jnp.float32)

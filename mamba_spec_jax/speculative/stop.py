@@ -2,16 +2,19 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mamba_spec_jax.array_types import Array, Bool, Int32, RowFlags, Rows, Tokens
 from mamba_spec_jax.speculative.acceptance import AcceptResult
+from mamba_spec_jax.speculative.rows import is_integer
+from mamba_spec_jax.speculative.stop_automaton import StopAutomaton, padded_size
 from mamba_spec_jax.speculative.text import encode_stops
+
+_EOS_IDS = 4  # and four times as many as often as it takes
 
 
 class StopReason(enum.IntEnum):
@@ -26,82 +29,15 @@ class StopReason(enum.IntEnum):
 
 
 @flax.struct.dataclass
-class StopAutomaton:
-    """Recognises stop strings in the bytes of a token stream, one table look-up a token.
-
-    The Aho-Corasick automaton (1975) of the stop strings, closed over tokens: a state is the longest suffix of the text
-    so far that begins a stop string, and a token leads through all of its bytes. A token inside which a stop string is
-    completed leads to the last state, which is never left.
-
-    Attributes:
-        transitions: `[states, V]` the state after a token. State 0 is the start, `states - 1` means matched.
-    """
-
-    transitions: Int32[Array, "states V"]
-
-    @classmethod
-    def build(
-        cls, stop_strings: Sequence[str | bytes], token_bytes: Sequence[bytes], max_bytes: int = 2**28
-    ) -> "StopAutomaton":
-        """Compiles stop strings for a vocabulary, on the host.
-
-        Args:
-            stop_strings: text is matched as UTF-8.
-            token_bytes: what each token id adds to the text; see `text.token_bytes`.
-            max_bytes: the largest table allowed: 4 bytes for each state and token. There are about as many states as
-                bytes in the stop strings.
-
-        Raises:
-            ValueError: for an empty stop string, or a table larger than `max_bytes`.
-        """
-        stops = encode_stops(stop_strings)
-        prefixes = sorted({stop[:n] for stop in stops for n in range(len(stop))} | {b""}, key=len)
-        states, vocab = len(prefixes) + 1, len(token_bytes)
-        if states * vocab * 4 > max_bytes:
-            raise ValueError(
-                f"{len(stops)} stop strings need a table of {states} states x {vocab} tokens x 4 bytes = "
-                f"{states * vocab * 4:,} bytes, expected at most max_bytes={max_bytes:,}: use fewer or shorter ones"
-            )
-        return cls(jnp.asarray(_close_over_tokens(_byte_transitions(stops, prefixes), token_bytes)))
-
-    @property
-    def num_states(self) -> int:
-        return self.transitions.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self.transitions.size * self.transitions.dtype.itemsize
-
-    def advance(self, states: Rows, tokens: Tokens, lengths: Rows) -> tuple[Rows, Rows]:
-        """Reads the first `lengths[b]` tokens of each row.
-
-        Args:
-            states: `[B]` from the step before, 0 at the start of the generated text.
-            tokens: `[B, T]`; a token without an entry in the table breaks off every match.
-            lengths: `[B]` 0..T.
-
-        Returns:
-            `[B]` column of the token that completes a stop string (T if none does), and the `[B]` states after the
-            row's last token.
-        """
-        columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-
-        def read(state, token):
-            state = self.transitions.at[state, token].get(mode="fill", fill_value=0)
-            return state, state
-
-        visited = jax.lax.scan(read, states, tokens.T, unroll=True)[1].T
-        after = jnp.take_along_axis(visited, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
-        first = _first(visited == self.num_states - 1, columns < lengths[:, None])
-        return first, jnp.where(lengths > 0, after, states)
-
-
-@flax.struct.dataclass
 class StopConditions:
     """What ends a row, besides its budget.
 
+    A request's `min_new` holds all of it back, as vLLM's `min_tokens` does: before a row has emitted `min_new` tokens,
+    an end-of-sequence token is not chosen, and a stop string completed by one of these tokens is text like any other.
+    One that a later token completes counts, even if it began earlier.
+
     Attributes:
-        eos_ids: `[E]` tokens any of which ends a row; E may be 0.
+        eos_ids: `[E]` tokens any of which ends a row, padded with -1 to one of a few sizes.
         automaton: stop strings, None for none.
     """
 
@@ -115,39 +51,58 @@ class StopConditions:
         stop_strings: Sequence[str | bytes] = (),
         token_bytes: Sequence[bytes] | None = None,
     ) -> "StopConditions":
-        """Compiles the conditions; stop strings need `token_bytes`, ValueError otherwise."""
-        if any(token < 0 for token in eos_ids):
-            raise ValueError(f"StopConditions got eos_ids={tuple(eos_ids)}, expected token ids of at least 0")
-        ids = jnp.asarray(np.asarray(eos_ids, np.int32).reshape(-1))
-        if not stop_strings:
-            return cls(ids)
+        """Compiles the conditions; stop strings need `token_bytes`.
+
+        Raises:
+            ValueError: for arguments that are not lists of ids, of text and of bytes.
+        """
+        ids = checked_ids(eos_ids)
+        padded = jnp.asarray(np.pad(ids, (0, padded_size(ids.size, _EOS_IDS) - ids.size), constant_values=-1))
+        stops = encode_stops(stop_strings)
+        if not stops:
+            return cls(padded)
         if token_bytes is None:
             raise ValueError(
                 f"stop strings {list(stop_strings)!r} came without token_bytes, expected the bytes of each token id: "
                 "text.token_bytes reads them off a tokenizer"
             )
-        return cls(ids, StopAutomaton.build(stop_strings, token_bytes))
+        return cls(padded, StopAutomaton.build(stops, token_bytes))
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether there is a token or text that ends a row; on the host."""
+        return bool(jnp.any(self.eos_ids >= 0)) or (
+            self.automaton is not None and bool(jnp.any(self.automaton.transitions < 0))
+        )
+
+    def for_vocabulary(self, vocab_size: int) -> "StopConditions":
+        """The same conditions in the shapes that all of them share for a model: without stop strings, a table of none.
+
+        ValueError for ids or stop strings of another vocabulary; on the host.
+        """
+        greatest = int(jnp.max(self.eos_ids, initial=-1))
+        if greatest >= vocab_size:
+            raise ValueError(f"eos_ids contain {greatest}, expected 0..{vocab_size - 1}: the model has no such token")
+        automaton = StopAutomaton.empty(vocab_size) if self.automaton is None else self.automaton
+        return StopConditions(self.eos_ids, automaton.for_vocabulary(vocab_size))
 
     def initial_states(self, batch: int) -> Rows:
         """`[B]` states of the stop strings before any generated token: what the prompt ends with does not count."""
         return jnp.zeros((batch,), jnp.int32)
 
-    def forbidden(
-        self, vocab_size: int, new_tokens: Rows, min_new: Rows, depths: Int32[Array, "*B T"]
-    ) -> Bool[Array, "B T V"]:
+    def forbidden(self, vocab_size: int, to_come: Rows, depths: Int32[Array, "*B T"]) -> Bool[Array, "B T V"]:
         """End-of-sequence tokens, wherever a row would not have its `min_new` tokens when it ended there.
 
         Args:
             vocab_size: V (static).
-            new_tokens: `[B]` tokens emitted so far.
-            min_new: `[B]` tokens a row emits before an end-of-sequence token may be among them.
+            to_come: `[B]` tokens a row must emit before an end-of-sequence token; 0 and less for none.
             depths: `[T]` or `[B, T]` tokens of the verify pass in front of each node, the root not counted.
         """
-        early = new_tokens[:, None] + depths < min_new[:, None]
+        early = depths < to_come[:, None]
         return early[..., None] & self.is_eos(jnp.arange(vocab_size, dtype=jnp.int32))
 
     def is_eos(self, tokens: Int32[Array, "*N"]) -> Bool[Array, "*N"]:
-        return jnp.any(tokens[..., None] == self.eos_ids, axis=-1)
+        return jnp.any((tokens[..., None] == self.eos_ids) & (self.eos_ids >= 0), axis=-1)
 
 
 @flax.struct.dataclass
@@ -168,7 +123,12 @@ class StopOutcome:
 
 
 def limit_accept(
-    result: AcceptResult, stops: StopConditions, states: Rows, remaining: Rows, room: Rows | None = None
+    result: AcceptResult,
+    stops: StopConditions,
+    states: Rows,
+    remaining: Rows,
+    to_come: Rows,
+    room: Rows | None = None,
 ) -> StopOutcome:
     """Cuts each row at its first end-of-sequence token, completed stop string, or the end of its budget or room.
 
@@ -181,15 +141,18 @@ def limit_accept(
         stops: the conditions.
         states: `[B]` states of the stop strings before this step.
         remaining: `[B]` tokens each row may still emit.
+        to_come: `[B]` tokens a row must emit before the one that may stop it; 0 and less for none.
         room: `[B]` tokens that the cache and the text still hold of each row; None for no such limit.
     """
     lengths = result.accept_lens
     failed = jnp.zeros(lengths.shape, bool) if result.failed is None else result.failed
     columns = jnp.arange(result.tokens.shape[1], dtype=jnp.int32)
-    first_eos = _first(stops.is_eos(result.tokens), columns < lengths[:, None])
+    may_stop = columns >= to_come[:, None]
+    first_eos = _first(stops.is_eos(result.tokens) & may_stop & (columns < lengths[:, None]))
     first_match = jnp.full_like(first_eos, columns.size)
     if stops.automaton is not None:
-        first_match, states = stops.automaton.advance(states, result.tokens, lengths)
+        completes, states = stops.automaton.advance(states, result.tokens, lengths)
+        first_match = _first(completes & may_stop)
     at = jnp.minimum(jnp.minimum(first_eos, first_match), remaining - 1)
     if room is not None:
         at = jnp.minimum(at, room - 1)
@@ -223,32 +186,20 @@ def _node(path: Tokens | None, column: Rows) -> Rows:
     return jnp.where(column >= 0, node, -1)
 
 
-def _first(flags: Bool[Array, "B T"], live: Bool[Array, "B T"]) -> Rows:
-    """The first live column whose flag is set, T if none is."""
+def _first(flags: Bool[Array, "B T"]) -> Rows:
+    """The first column whose flag is set, T if none is."""
     width = flags.shape[1]
-    return jnp.min(jnp.where(flags & live, jnp.arange(width, dtype=jnp.int32), width), axis=1).astype(jnp.int32)
+    return jnp.min(jnp.where(flags, jnp.arange(width, dtype=jnp.int32), width), axis=1).astype(jnp.int32)
 
 
-def _byte_transitions(stops: tuple[bytes, ...], prefixes: list[bytes]) -> np.ndarray:
-    """`[states, 256]`: from each prefix, the longest suffix of prefix and byte that is one; matched absorbs."""
-    matched = len(prefixes)
-    index = {prefix: state for state, prefix in enumerate(prefixes)}
-    table = np.zeros((matched + 1, 256), np.int32)
-    table[matched] = matched
-    for prefix, state in index.items():
-        for byte in set(b"".join(stops)):
-            text = prefix + bytes([byte])
-            suffix = next(text[start:] for start in range(len(text) + 1) if text[start:] in index)
-            table[state, byte] = matched if text.endswith(stops) else index[suffix]
-    return table
-
-
-def _close_over_tokens(byte_table: np.ndarray, token_bytes: Sequence[bytes]) -> np.ndarray:
-    """`[states, V]`: from each state through all bytes of each token."""
-    lengths = np.fromiter(map(len, token_bytes), np.int64, len(token_bytes))
-    table = np.repeat(np.arange(len(byte_table), dtype=np.int32)[:, None], len(token_bytes), axis=1)
-    for at in range(lengths.max(initial=0)):
-        tokens = np.flatnonzero(lengths > at)
-        column = np.array([token_bytes[token][at] for token in tokens.tolist()])
-        table[:, tokens] = byte_table[table[:, tokens], column]
-    return table
+def checked_ids(eos_ids: Sequence[int]) -> np.ndarray:
+    """`[E]` int32; ValueError for what is no list of token ids."""
+    named = f"StopConditions got eos_ids={eos_ids!r}"
+    if isinstance(eos_ids, str | bytes) or not isinstance(eos_ids, Iterable):
+        raise ValueError(f"{named}, expected a list of token ids: [2]")
+    ids = list(eos_ids)
+    if not all(map(is_integer, ids)):
+        raise ValueError(f"{named}, expected token ids, which are integers")
+    if any(not 0 <= token < 2**31 for token in ids):
+        raise ValueError(f"{named}, expected token ids of at least 0")
+    return np.asarray(ids, np.int32)

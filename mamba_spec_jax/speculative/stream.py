@@ -5,13 +5,14 @@ import dataclasses
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tokenizers
 
+from mamba_spec_jax.speculative.decode import DecodeState
 from mamba_spec_jax.speculative.depth import DepthPolicy
-from mamba_spec_jax.speculative.generate import Generation, collect, start_generation
+from mamba_spec_jax.speculative.generate import ChunkReport, Generation, collect, start_generation
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
-from mamba_spec_jax.speculative.sampling import Greedy, Method
-from mamba_spec_jax.speculative.stop import StopConditions
+from mamba_spec_jax.speculative.stop import StopConditions, StopReason, checked_ids
 from mamba_spec_jax.speculative.text import cut_at_stop, encode_stops, held_back, token_bytes
 
 
@@ -36,23 +37,32 @@ def stream(
     *,
     stop_strings: Sequence[str] = (),
     eos_ids: Sequence[int] = (),
+    max_new: int | Sequence[int] = 128,
+    min_new: int | Sequence[int] = 0,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    seeds: int | Sequence[int] = 0,
     drafter: Drafter | None = None,
     drafter_params: Any = None,
     depth: int | str | DepthPolicy | None = None,
-    method: Method = Greedy(),  # noqa: B008, frozen
+    draft_limit: int | Sequence[int] | None = None,
+    logprobs: bool = False,
     chunk_steps: int = 16,
-    **requests: Any,
 ) -> Generator[StreamEvent, None, Generation]:
-    """Yields text as tokens arrive, a chunk of steps at a time.
+    """Yields text as tokens arrive, a chunk of steps at a time. The prompts are read when it is called.
 
     Bytes that may turn out to begin a stop string, or that do not yet make a whole character, are held back until it
     is decided. A stop string and special tokens are never shown; the pieces of a row add up to `generated_texts`.
 
     Args:
-        model, params, prompts, drafter, drafter_params, depth, method, chunk_steps, **requests: as for `generate`.
+        model, params, prompts: as for `generate`.
         tokenizer: the model's, with a decoder that `token_bytes` can read.
         stop_strings: text that ends a row; see `text_stops`.
         eos_ids: tokens that end a row.
+        max_new, min_new, temperature, top_k, top_p, min_p, seeds: as for `generate`.
+        drafter, drafter_params, depth, draft_limit, logprobs, chunk_steps: as for `generate`.
 
     Returns:
         The `Generation`, as the generator's value: `generation = yield from stream(...)`.
@@ -61,11 +71,33 @@ def stream(
         ValueError: as `generate`, and for a tokenizer whose tokens have no bytes of their own.
     """
     stops = text_stops(tokenizer, model.vocab_size, eos_ids, stop_strings)
-    table = _visible_bytes(tokenizer, model.vocab_size)
+    table = visible_bytes(tokenizer, model.vocab_size)
     state, chunks = start_generation(
-        model, params, prompts, drafter, drafter_params, depth, method, stops, chunk_steps, **requests
+        model,
+        params,
+        prompts,
+        max_new=max_new,
+        min_new=min_new,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        stops=stops,
+        drafter=drafter,
+        drafter_params=drafter_params,
+        depth=depth,
+        draft_limit=draft_limit,
+        logprobs=logprobs,
+        chunk_steps=chunk_steps,
     )
-    texts = [TextAssembler(table, stop_strings) for _ in prompts]
+    texts = [TextAssembler(table, stop_strings, held) for held in np.asarray(state.requests.min_new).tolist()]
+    return _events(state, chunks, texts)
+
+
+def _events(
+    state: DecodeState, chunks: Iterable[tuple[DecodeState, ChunkReport]], texts: list["TextAssembler"]
+) -> Generator[StreamEvent, None, Generation]:
     ended: set[int] = set()
     for newest, report in chunks:
         state = newest
@@ -91,10 +123,12 @@ def generated_texts(
         tokenizer: the model's, with a decoder that `token_bytes` can read.
         stop_strings: those the generation ran with.
     """
-    table = _visible_bytes(tokenizer)
+    table = visible_bytes(tokenizer)
     texts = []
-    for tokens in generation.tokens:
-        assembler = TextAssembler(table, stop_strings)
+    for tokens, reason in zip(generation.tokens, generation.reasons, strict=True):
+        # A stop string that ended a row was completed by its last token; any before was held back by `min_new`.
+        stopped = reason in (StopReason.STOP_STRING, StopReason.EOS)
+        assembler = TextAssembler(table, stop_strings, len(tokens) - stopped)
         texts.append(assembler.push(tokens) + assembler.finish())
     return texts
 
@@ -111,9 +145,11 @@ def text_stops(
         stop_strings: text that ends a row. One that spells a special token makes that token end the row too, since
             special tokens have no text.
     """
+    table, ids = visible_bytes(tokenizer, vocab_size), checked_ids(eos_ids).tolist()
+    encode_stops(stop_strings)  # refuses what is no list of text
     special = {added.content: token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-    ids = dict.fromkeys([*eos_ids, *(special[text] for text in stop_strings if text in special)])
-    return StopConditions.create(tuple(ids), stop_strings, _visible_bytes(tokenizer, vocab_size))
+    ids = dict.fromkeys([*ids, *(special[text] for text in stop_strings if text in special)])
+    return StopConditions.create(tuple(ids), stop_strings, table)
 
 
 class TextAssembler:
@@ -123,10 +159,17 @@ class TextAssembler:
         stopped: whether a stop string has been completed; nothing is shown after it.
     """
 
-    def __init__(self, table: Sequence[bytes], stop_strings: Sequence[str] = ()):
-        """`table` holds the bytes each token id adds, see `text.token_bytes`; ids past its end add nothing."""
+    def __init__(self, table: Sequence[bytes], stop_strings: Sequence[str] = (), held: int = 0):
+        """Begins an empty text.
+
+        Args:
+            table: the bytes each token id adds, see `text.token_bytes`; ids past its end add nothing.
+            stop_strings: text that ends the row.
+            held: tokens at the beginning that complete no stop string, `min_new` of the row.
+        """
         self.stopped = False
         self._table = table
+        self._held = held
         self._stops = encode_stops(stop_strings)
         self._pending = b""
         # Malformed bytes become U+FFFD, as in the tokenizer's own decoder.
@@ -134,11 +177,17 @@ class TextAssembler:
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that these tokens have decided."""
-        if self.stopped:
+        tokens = list(tokens)
+        held, self._held = tokens[: self._held], max(0, self._held - len(tokens))
+        return self._add(held, ()) + self._add(tokens[len(held) :], self._stops)
+
+    def _add(self, tokens: list[int], stops: tuple[bytes, ...]) -> str:
+        if self.stopped or not tokens:
             return ""
-        self._pending += b"".join(self._table[token] for token in tokens if token < len(self._table))
-        # A stop string that is not complete yet begins in the pending bytes, so they are all there is to search.
-        head, self.stopped = cut_at_stop(self._pending, self._stops)
+        # A stop string that is not complete yet begins in the pending bytes, so they are all there is to search. One
+        # that is complete in them was held back.
+        text = self._pending + b"".join(self._table[token] for token in tokens if token < len(self._table))
+        head, self.stopped = cut_at_stop(text, stops, len(self._pending))
         shown = len(head) - (0 if self.stopped else held_back(head, self._stops))
         self._pending = b"" if self.stopped else head[shown:]
         return self._decoder.decode(head[:shown])
@@ -149,5 +198,6 @@ class TextAssembler:
         return self._decoder.decode(rest, final=True)
 
 
-def _visible_bytes(tokenizer: tokenizers.Tokenizer, vocab_size: int | None = None) -> list[bytes]:
+def visible_bytes(tokenizer: tokenizers.Tokenizer, vocab_size: int | None = None) -> list[bytes]:
+    """The bytes that each token id adds to the text shown: `token_bytes` with none for special tokens."""
     return token_bytes(tokenizer, vocab_size, skip_special_tokens=True)

@@ -3,8 +3,9 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import tokenizers
@@ -17,6 +18,9 @@ def token_bytes(
 ) -> list[bytes]:
     """The bytes each token id adds to the text, exactly as the tokenizer's decoder gives them inside a text.
 
+    Computed once for a tokenizer (a second or so for 250,000 tokens) and kept as long as it exists; again when its
+    decoder, its size or its added tokens have changed.
+
     Args:
         tokenizer: one whose decoder is `ByteLevel`, or that of SentencePiece's models with bytes to fall back on: there
             alone a token's bytes do not depend on its neighbours. (The latter's decoder leaves out a space at the
@@ -26,43 +30,76 @@ def token_bytes(
         skip_special_tokens: whether special tokens add nothing, as `Tokenizer.decode` has it by default, or their text.
 
     Raises:
-        ValueError: for another decoder, or an id that `vocab_size` has no room for.
+        ValueError: for another decoder, an id that `vocab_size` has no room for, or what is no tokenizer.
     """
-    decode = _token_decoder(_decoder_members(json.loads(tokenizer.to_str())["decoder"]))
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    needed = max(vocabulary.values(), default=-1) + 1
-    size = needed if vocab_size is None else vocab_size
-    if size < needed:
+    if not hasattr(tokenizer, "get_added_tokens_decoder"):
+        raise ValueError(f"the tokenizer is {tokenizer!r}, expected a tokenizers.Tokenizer")
+    decoder = None if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+    added = {token: (entry.content, entry.special) for token, entry in tokenizer.get_added_tokens_decoder().items()}
+    made_from = (decoder, tokenizer.get_vocab_size(with_added_tokens=True), added)
+    if tokenizer not in _TABLES or _TABLES[tokenizer].made_from != made_from:
+        _TABLES[tokenizer] = _Tables(made_from, _all_token_bytes(tokenizer, decoder), {})
+    tables = _TABLES[tokenizer]
+    size = len(tables.whole) if vocab_size is None else vocab_size
+    if size < len(tables.whole):
         raise ValueError(
-            f"token_bytes got vocab_size={vocab_size}, expected at least {needed}: the tokenizer uses that id"
+            f"token_bytes got vocab_size={vocab_size}, expected at least {len(tables.whole)}: the tokenizer uses that "
+            "id"
         )
-    table = [b""] * size
+    if (size, skip_special_tokens) not in tables.variants:
+        table = list(tables.whole) + [b""] * (size - len(tables.whole))
+        for token in (token for token, (_, special) in added.items() if special and skip_special_tokens):
+            table[token] = b""
+        tables.variants[size, skip_special_tokens] = tuple(table)
+    return list(tables.variants[size, skip_special_tokens])
+
+
+class _Tables(NamedTuple):
+    """What was computed for a tokenizer, and the properties of the tokenizer that it was computed from."""
+
+    made_from: tuple
+    whole: list[bytes]
+    variants: dict[tuple[int, bool], tuple[bytes, ...]]
+
+
+_TABLES: "weakref.WeakKeyDictionary[tokenizers.Tokenizer, _Tables]" = weakref.WeakKeyDictionary()
+
+
+def _all_token_bytes(tokenizer: "tokenizers.Tokenizer", decoder: bytes | None) -> list[bytes]:
+    decode = _token_decoder(_decoder_members(None if decoder is None else json.loads(decoder)))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
         table[token_id] = decode(token)
-    if skip_special_tokens:
-        for token_id, added in tokenizer.get_added_tokens_decoder().items():
-            if added.special:
-                table[token_id] = b""
     return table
 
 
 def encode_stops(stop_strings: Sequence[str | bytes]) -> tuple[bytes, ...]:
-    """Stop strings as bytes; raises ValueError for an empty one, which would stop everything."""
+    """Stop strings as bytes; ValueError for what is no list of them, and an empty one, which would stop everything."""
     if isinstance(stop_strings, str | bytes):
         raise ValueError(f"stop strings came as the single {stop_strings!r}, expected a list of them")
-    stops = tuple(stop.encode() if isinstance(stop, str) else bytes(stop) for stop in stop_strings)
+    if not isinstance(stop_strings, Iterable) or not all(isinstance(stop, str | bytes) for stop in stop_strings):
+        raise ValueError(f"stop strings are {stop_strings!r}, expected a list of text")
+    stops = tuple(stop.encode() if isinstance(stop, str) else stop for stop in stop_strings)
     if b"" in stops:
         raise ValueError(f"one of the stop strings {list(stop_strings)!r} is empty, expected characters in each")
     return stops
 
 
-def cut_at_stop(text: bytes, stop_strings: Sequence[str | bytes]) -> tuple[bytes, bool]:
+def cut_at_stop(text: bytes, stop_strings: Sequence[str | bytes], searched: int = 0) -> tuple[bytes, bool]:
     """The text before the stop string that is completed first, and whether there is one.
 
     Of several completed by the same byte, the longest counts. The outcome does not depend on how the text was cut into
     tokens.
+
+    Args:
+        text: to search.
+        stop_strings: to search for.
+        searched: bytes at the beginning of `text` in which no completed stop string counts.
     """
-    ends = [(text.find(stop) + len(stop), -len(stop)) for stop in encode_stops(stop_strings) if stop in text]
+    lengths = {stop: len(stop) for stop in encode_stops(stop_strings)}
+    starts = {stop: text.find(stop, max(0, searched - length + 1)) for stop, length in lengths.items()}
+    ends = [(starts[stop] + length, -length) for stop, length in lengths.items() if starts[stop] >= 0]
     if not ends:
         return text, False
     end, negative_length = min(ends)
@@ -125,6 +162,7 @@ _BYTE_OF = _byte_level_alphabet()
 
 def _decode_byte_level(token: str) -> bytes:
     """A token with a character outside the alphabet stands for itself: added tokens are often plain text."""
-    if all(character in _BYTE_OF for character in token):
-        return bytes(_BYTE_OF[character] for character in token)
-    return token.encode()
+    try:
+        return bytes(map(_BYTE_OF.__getitem__, token))
+    except KeyError:
+        return token.encode()

@@ -31,8 +31,8 @@ FORMS = {
     "decode, replay": (ms.SpeculativeMode.DECODE, ms.CommitStrategy.REPLAY),
 }
 METHODS = {
-    "greedy": {"method": ms.Greedy()},
-    "sampled": {"method": ms.Sampling((ms.TopK(40), ms.TopP(0.95))), "temperature": 0.7, "seeds": 11},
+    "greedy": {},
+    "sampled": {"top_k": 40, "top_p": 0.95, "temperature": 0.7, "seeds": 11},
 }
 
 

@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mamba_spec_jax import generate, load
-from mamba_spec_jax.speculative.sampling import MinP, Sampling, TopK, TopP
 from mamba_spec_jax.speculative.stop import StopConditions
 from mamba_spec_jax.speculative.stream import generated_texts
 
@@ -26,15 +25,16 @@ TOKENS = 24
 def expected(folder):
     """What the library makes of the prompt, sampled, without drafts."""
     loaded = load(folder)
-    method = Sampling((TopK(40), TopP(0.95), MinP(0.01)))
     ids = loaded.tokenizer.encode(PROMPT).ids
     generation = generate(
         loaded.model,
         loaded.params,
         [ids],
         depth=0,
-        method=method,
         temperature=0.8,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.01,
         seeds=5,
         max_new=TOKENS,
         stops=StopConditions.create(loaded.model.config.eos_token_ids),
@@ -131,7 +131,7 @@ def test_stop_strings_are_not_shown(run, folder, expected):
 def test_what_is_refused(fails, folder, tmp_path, monkeypatch):
     model = ("--model", folder)
     assert "need a --temperature above 0" in fails("generate", PROMPT, *model, "--top-k", 5)
-    assert "TopP.p is 0.0, expected" in fails("generate", PROMPT, *model, "-t", 1, "--top-p", 0)
+    assert "top_p is 0.0, expected numbers above 0" in fails("generate", PROMPT, *model, "-t", 1, "--top-p", 0)
     assert "min_new [9] exceeds max_new [8]" in fails("generate", PROMPT, *model, "-n", 8, "--min-new-tokens", 9)
     assert "the prompt is empty: give at least one character" in fails("generate", "", *model)
     assert "--drafter was given with --drafts 0" in fails("generate", PROMPT, *model, "--drafter", "x", "--drafts", 0)

@@ -14,12 +14,10 @@ from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.speculative import acceptance
 from mamba_spec_jax.speculative.acceptance import accept, residual
 from mamba_spec_jax.speculative.sampling import (
+    Filters,
     Greedy,
-    MinP,
     Purpose,
     Sampling,
-    TopK,
-    TopP,
     draw_keys,
     draw_tokens,
     filtered_log_probs,
@@ -30,17 +28,20 @@ SEEDS = jnp.arange(B, dtype=jnp.uint32) * 7 + 1
 POSITIONS = jnp.arange(B)[:, None] * 3 + jnp.arange(T)
 ONES = jnp.ones((B,))
 NOISE = {"seeds": SEEDS, "positions": POSITIONS}
-METHOD = Sampling((TopK(4), TopP(0.95), MinP(0.01)))
 
 jit_accept = jax.jit(accept, static_argnames=("method", "with_logprobs"))
 
 
-def run(logits, draft, method=METHOD, forbidden=None, temperature=ONES, **noise):
+def run(logits, draft, method=Sampling(), forbidden=None, temperature=ONES, **noise):  # noqa: B008, frozen
     """`accept` with every argument given, so that cases of one shape share a program."""
     forbidden = np.zeros(logits.shape, bool) if forbidden is None else forbidden
-    options = {"temperature": temperature, "forbidden": forbidden, **(noise or NOISE)}
+    options = {"temperature": temperature, "forbidden": forbidden, **(noise or NOISE), "filters": filters(len(logits))}
     logits, draft, options = jax.tree.map(np.asarray, (logits, draft, options))  # no weakly typed arrays
     return jit_accept(method, logits, draft, with_logprobs=True, **options)
+
+
+def filters(batch):
+    return Filters.create(batch, top_k=4, top_p=0.95, min_p=0.01)
 
 
 def take(tree, rows):
@@ -62,14 +63,15 @@ def random_case(seed, with_probs):
     return logits, make_draft(np.minimum(tokens, V - 1), lengths, probs=jnp.asarray(probs) if with_probs else None)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def jit_drawn_tokens(method, logits, temperature):
-    return draw_tokens(draw_keys(SEEDS, POSITIONS, Purpose.TOKEN), filtered_log_probs(method, logits, temperature))
+@jax.jit
+def jit_drawn_tokens(logits, temperature):
+    log_probs = filtered_log_probs(logits, temperature, filters(B))
+    return draw_tokens(draw_keys(SEEDS, POSITIONS, Purpose.TOKEN), log_probs)
 
 
 def drawn_tokens(logits, temperature=ONES):
     """What plain sampling emits at each node."""
-    return np.asarray(jit_drawn_tokens(METHOD, np.asarray(logits), np.asarray(temperature)))
+    return np.asarray(jit_drawn_tokens(np.asarray(logits), np.asarray(temperature)))
 
 
 def check_consistent(result):
@@ -242,7 +244,7 @@ def test_without_drafts_it_is_a_decode_step(with_probs):
     np.testing.assert_array_equal(greedy.tokens[:, 0], jnp.argmax(logits[:, 0], axis=-1))
 
 
-@pytest.mark.parametrize("method", [Greedy(), METHOD])
+@pytest.mark.parametrize("method", [Greedy(), Sampling()])
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_forbidden_tokens_are_neither_accepted_nor_emitted(method, with_probs):
     logits, draft = random_case(4, with_probs)
@@ -297,6 +299,10 @@ DRAFT = make_draft(np.zeros((B, T)), np.zeros(B, np.int32))
         (
             lambda: accept(Sampling(), LOGITS, DRAFT, temperature=jnp.ones(()), **NOISE),
             r"temperature float32\[\], expected float32\[6\]",
+        ),
+        (
+            lambda: accept(Sampling(), LOGITS, DRAFT, temperature=ONES, filters=Filters.create(2), **NOISE),
+            r"filters.top_k of shape \(2,\), expected \(6,\)",
         ),
         (
             lambda: accept(Greedy(), LOGITS, DRAFT, forbidden=jnp.zeros((V,), bool)),

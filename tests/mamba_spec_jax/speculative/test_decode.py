@@ -74,6 +74,10 @@ class Expected:
     histogram: list[int]
 
 
+def spelled(tokens):
+    return b"".join(TOKEN_BYTES[token] for token in tokens)
+
+
 def simulate(row, eos, stop_strings, drafts=True):
     """The definition: a pass walks along the drafts that are the target's own choice, and stops where the row does."""
     text = list(row.prompt)
@@ -92,7 +96,7 @@ def simulate(row, eos, stop_strings, drafts=True):
             emitted += 1
             if token in eos:
                 out.reason = ms.StopReason.EOS
-            elif any(b"".join(TOKEN_BYTES[t] for t in out.tokens).endswith(stop) for stop in stop_strings):
+            elif len(out.tokens) > row.min_new and any(spelled(out.tokens).endswith(stop) for stop in stop_strings):
                 out.reason = ms.StopReason.STOP_STRING
             elif len(out.tokens) == row.max_new:
                 out.reason = ms.StopReason.MAX_NEW
@@ -140,6 +144,7 @@ def build_state(rows):
             draft_limit=of_rows("draft_limit"),
             seeds=zeros(jnp.uint32),
             temperature=jnp.ones((ROWS,), jnp.float32),
+            filters=ms.Filters.create(ROWS),
         ),
         statistics=Statistics(zeros(), zeros(), jnp.zeros((ROWS, DRAFTS + 1), jnp.int32)),
         logprobs=jnp.zeros((ROWS, LENGTH), jnp.float32),

@@ -205,7 +205,9 @@ def drawn_tokens(steps):
     """The first tokens of RUNS rows, as many as there are steps."""
     drafter = FallbackDrafter(Coupled(TABLE, DRAFTS), ToyDrafter(TABLE, DRAFTS))
     step = jax.jit(lambda state: ms.speculative_decode_step(MODEL, LOGITS, state, drafter, ms.Sampling(), DRAFTS))
-    state = ms.init_decode(MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=DRAFTS, max_new=12)
+    state = ms.init_decode(
+        MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=DRAFTS, max_new=12, temperature=1
+    )
     for _ in range(steps):
         state = step(state)
     return np.asarray(state.tokens)[:, len(PROMPT) : len(PROMPT) + steps]

@@ -10,7 +10,6 @@ import scipy.special
 import mamba_spec_jax as ms
 from mamba_spec_jax.speculative import generate as driver
 from mamba_spec_jax.speculative.generate import collect, decode_chunks, resolve_drafting
-from mamba_spec_jax.speculative.prompts import _seeds
 
 CONFIG = ms.HybridConfig(
     model_type="granitemoehybrid",
@@ -151,7 +150,7 @@ def test_one_trace_serves_a_generation_of_varying_lengths(model, params):
     run(model, params, max_new=NEW)
     programs = driver._compiled_programs()
     run(model, params, max_new=[3, 17, NEW])
-    run(model, params, [[7, 8], [9] * 6, [2]], max_new=NEW, seeds=9)
+    run(model, params, [[7, 8], [9] * 6, [2]], max_new=NEW, draft_limit=2)
     assert driver._compiled_programs() == programs
 
 
@@ -255,13 +254,30 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         ({"depth": 2.5}, "depth is 2.5, expected a number of drafts, 'auto' or a depth policy"),
         ({"max_new": [1, 2]}, r"max_new has shape \[2\], expected one value or 3"),
         ({"max_new": -1}, "max_new is -1, expected finite values of at least 0"),
-        ({"max_new": 1.5}, "max_new is 1.5, expected integers"),
+        ({"max_new": 1.5}, "max_new is 1.5, expected an integer or 3 of them"),
         ({"max_new": 2, "min_new": 3}, r"min_new \[3, 3, 3\] exceeds max_new \[2, 2, 2\]"),
         ({"temperature": float("nan")}, "temperature is nan, expected finite values"),
         ({"depth": "deep"}, "depth is 'deep', expected a number of drafts, 'auto' or a depth policy"),
         ({"depth": -1}, "depth is -1, expected at least 0"),
         ({"depth": 4, "drafter": ms.NgramDrafter(2)}, "depth is 4, but the drafter proposes at most 2 tokens"),
         ({"chunk_steps": 0}, "chunk_steps is 0, expected at least 1"),
+        ({"top_k": 40}, r"top_k is \[40\], but every temperature is 0"),
+        ({"top_p": [1, 0.5, 1]}, r"top_p is \[0.5, 1.0\], but every temperature is 0"),
+        ({"min_p": 0.5}, r"min_p is \[0.5\], but every temperature is 0"),
+        ({"seeds": 3}, "seeds is 3, but every temperature is 0"),
+        ({"seeds": 2**32, "temperature": 1}, r"seeds is 4294967296 .*, expected 0..4294967295"),
+        ({"temperature": "hot"}, "temperature is 'hot', expected a number or 3 of them"),
+        ({"temperature": [1, [2], 3]}, "temperature is .*, expected a number or 3 of them"),
+        ({"min_new": 2}, "min_new is 2, but nothing ends a row before max_new: give stops"),
+        ({"depth": 0, "draft_limit": 2}, "draft_limit is 2, but depth 0 drafts nothing"),
+        ({"drafter_params": {}}, "drafter_params came without a drafter"),
+        ({"stops": [2]}, r"stops is \[2\], expected StopConditions"),
+        ({"stops": ms.StopConditions.create([13])}, "eos_ids contain 13, expected 0..12"),
+        ({"prompts": None}, "prompts are None, expected a list of token ids for each row"),
+        ({"prompts": "text"}, "prompts are 'text', expected a list of token ids for each row"),
+        ({"prompts": ["text"]}, "prompt 0 is 'text', expected a list of token ids for each row"),
+        ({"prompts": [None]}, "prompt 0 is None, expected a list of token ids for each row"),
+        ({"prompts": [[1, [2]]]}, "prompt 0 is .*, expected a list of token ids"),
     ],
 )
 def test_bad_requests_are_named(model, params, options, message):
@@ -290,12 +306,6 @@ def test_while_loop_form_gives_the_same(model, params, plain):
     while state.active.any():
         state = some_steps(state)
     assert collect(state).tokens == plain
-
-
-def test_a_single_seed_is_counted_up_whatever_integer_it_is():
-    for seed in (7, np.int64(7), np.uint8(7), 7 + 2**40):
-        assert _seeds(seed, 3).tolist() == [7, 8, 9]
-    assert _seeds([2**70 + 1, -1, np.int32(5)], 3).tolist() == [1, 2**32 - 1, 5]
 
 
 class JudgedOnly:

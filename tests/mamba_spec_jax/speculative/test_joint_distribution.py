@@ -25,7 +25,7 @@ from mamba_spec_jax.speculative import acceptance, decode
 from mamba_spec_jax.speculative.acceptance import accept
 from mamba_spec_jax.speculative.decode import speculative_decode_step
 from mamba_spec_jax.speculative.prompts import init_decode
-from mamba_spec_jax.speculative.sampling import MinP, Sampling, TopK, TopP, filtered_log_probs
+from mamba_spec_jax.speculative.sampling import Filters, Sampling, filtered_log_probs
 
 from .toy import ToyDrafter, ToyModel, random_tables
 
@@ -36,14 +36,15 @@ LOGITS, TABLE = random_tables(seed=0, vocab=VOCAB, floor=0.05)
 MODEL, DRAFTER = ToyModel(VOCAB), ToyDrafter(TABLE, K)
 
 
-def make_step(drafter=DRAFTER, method=Sampling()):  # noqa: B008, frozen
+def make_step(drafter=DRAFTER):
     """The real loop's step, traced anew: jit would reuse a program from before a mutation for the function itself."""
-    return jax.jit(lambda state: speculative_decode_step(MODEL, LOGITS, state, drafter, method, K))
+    return jax.jit(lambda state: speculative_decode_step(MODEL, LOGITS, state, drafter, Sampling(), K))
 
 
 def run_loop(step, steps=3, **requests):
     """Steps 10^5 rows; returns their first `steps` tokens and how many the first pass emitted."""
-    state = init_decode(MODEL, LOGITS, [PROMPT] * RUNS, drafter=DRAFTER, max_drafts=K, max_new=20, **requests)
+    requests = {"max_new": 20, "temperature": 1, **requests}
+    state = init_decode(MODEL, LOGITS, [PROMPT] * RUNS, drafter=DRAFTER, max_drafts=K, **requests)
     state = step(state)
     first = np.asarray(state.new_tokens)
     for _ in range(steps - 1):
@@ -52,10 +53,12 @@ def run_loop(step, steps=3, **requests):
     return np.asarray(state.tokens)[:, len(PROMPT) : len(PROMPT) + steps], first
 
 
-def target_probs(method=Sampling(), temperature=1.0):  # noqa: B008, frozen
+def target_probs(temperature=1.0, **filters):
     """`[V + 1, V, V]` what the target draws from, in float64."""
     rows = LOGITS.reshape(-1, VOCAB)
-    probs = np.exp(np.asarray(filtered_log_probs(method, rows, jnp.full(len(rows), temperature)), np.float64))
+    filters = Filters.create(len(rows), **filters)
+    log_probs = filtered_log_probs(rows, jnp.full(len(rows), temperature), filters)
+    probs = np.exp(np.asarray(log_probs, np.float64))
     return (probs / probs.sum(axis=-1, keepdims=True)).reshape(LOGITS.shape)
 
 
@@ -132,10 +135,10 @@ def test_three_tokens_have_the_targets_distribution():
 
 def test_ragged_drafts_filters_and_temperature():
     """Rows with no, one and two drafts side by side, under a filtered target."""
-    method = Sampling((TopK(4), TopP(0.9), MinP(0.05)))
+    options = {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05}
     limits = np.arange(RUNS) % (K + 1)
-    tokens, first = run_loop(make_step(method=method), draft_limit=limits, temperature=0.8)
-    p = target_probs(method, 0.8)
+    tokens, first = run_loop(make_step(), draft_limit=limits, **options)
+    p = target_probs(**options)
     assert np.any(p == 0)
     for limit in range(K + 1):
         rows = limits == limit

@@ -68,7 +68,7 @@ def test_greedy_is_token_identical(bundled, prompts, plain, mode, strategy, draf
 
 
 def test_sampled_is_token_identical_with_prompt_lookup(bundled, prompts, plain):
-    options = {"method": ms.Sampling((ms.TopK(40), ms.TopP(0.95))), "temperature": 0.7, "seeds": 5, "max_new": NEW}
+    options = {"top_k": 40, "top_p": 0.95, "temperature": 0.7, "seeds": 5, "max_new": NEW}
     plainly = ms.generate(bundled.model, bundled.params, prompts, depth=0, **options)
     speculatively = ms.generate(bundled.model, bundled.params, prompts, depth=7, **options)
     assert speculatively.tokens == plainly.tokens

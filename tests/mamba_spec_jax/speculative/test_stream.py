@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
+from mamba_spec_jax.speculative import generate as driver
+from mamba_spec_jax.speculative import prompts as prefilling
+from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
+from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import generate
-from mamba_spec_jax.speculative.sampling import Sampling
 from mamba_spec_jax.speculative.stop import StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent, TextAssembler, generated_texts, stream, text_stops
 from mamba_spec_jax.speculative.text import token_bytes
@@ -46,11 +50,18 @@ def tokenizer():
     return tokenizer
 
 
-def final_text(tokens, stops):
-    """Brute force: the shortest prefix of the bytes that ends in a stop string, less the longest such string."""
-    data = b"".join(PIECES[token] for token in tokens if token != SPECIAL_ID)
+def spelled(tokens):
+    return b"".join(PIECES[token] for token in tokens if token != SPECIAL_ID)
+
+
+def final_text(tokens, stops, held=0):
+    """Brute force: the shortest prefix of the bytes that ends in a stop string, less the longest such string.
+
+    It ends in a token past the first `held`.
+    """
+    data = spelled(tokens)
     encoded = [stop.encode() for stop in stops]
-    for end in range(len(data) + 1):
+    for end in range(len(spelled(tokens[:held])) + 1, len(data) + 1):
         found = [len(stop) for stop in encoded if data[:end].endswith(stop)]
         if found:
             data = data[: end - max(found)]
@@ -62,13 +73,13 @@ token_lists = st.lists(st.integers(0, VOCAB - 1), max_size=24)
 stop_lists = st.lists(st.sampled_from(STOPS), max_size=3, unique=True)
 
 
-@given(token_lists, st.lists(st.integers(0, 24), max_size=5), stop_lists)
+@given(token_lists, st.lists(st.integers(0, 24), max_size=5), stop_lists, st.sampled_from([0, 0, 1, 4, 9]))
 @settings(max_examples=400)
-def test_pieces_add_up_and_are_never_taken_back(tokens, cuts, stops):
+def test_pieces_add_up_and_are_never_taken_back(tokens, cuts, stops, held):
     table = [*PIECES, b""]
     bounds = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
-    assembler = TextAssembler(table, stops)
-    final, shown = final_text(tokens, stops), ""
+    assembler = TextAssembler(table, stops, held)
+    final, shown = final_text(tokens, stops, held), ""
     for start, end in itertools.pairwise(bounds):
         shown += assembler.push(tokens[start:end])
         assert final.startswith(shown)
@@ -83,7 +94,7 @@ def test_pieces_add_up_and_are_never_taken_back(tokens, cuts, stops):
 MODEL = ToyModel(VOCAB)
 LOGITS = random_tables(seed=5, vocab=VOCAB, floor=0.01)[0]
 PROMPTS = [[0, 1, 0, 1], [3], [7, 8, 2]]
-OPTIONS = {"method": Sampling(), "max_new": [40, 7, 64], "seeds": 3, "chunk_steps": 2}
+OPTIONS = {"temperature": 1, "max_new": [40, 7, 64], "seeds": 3, "chunk_steps": 2}
 
 
 def drain(events, rows):
@@ -123,7 +134,7 @@ def test_stream_equals_generate(tokenizer, stops, depth):
 def test_rows_end_where_the_shown_text_does(tokenizer):
     """A stop string split across tokens, and one that spells a special token, stop the device and the text alike."""
     rows, stops = 24, ["é", SPECIAL]
-    options = {"depth": 3, "method": Sampling(), "max_new": 24}
+    options = {"depth": 3, "temperature": 1, "max_new": 24}
     pieces, generation = drain(stream(MODEL, LOGITS, [[0]] * rows, tokenizer, stop_strings=stops, **options), rows)
     splits = 0
     for tokens, reason, row in zip(generation.tokens, generation.reasons, pieces, strict=True):
@@ -138,12 +149,91 @@ def test_rows_end_where_the_shown_text_does(tokenizer):
     assert splits
 
 
+@pytest.mark.parametrize("drafter", [NgramDrafter(3), NgramTreeDrafter(6)])
+def test_min_new_holds_back_stop_strings_as_it_does_end_tokens(tokenizer, drafter):
+    """On chains and trees: no row ends within its `min_new` tokens, and the text shown is cut where the row ended."""
+    prompts, stops, held = [[0, 1]] * 24, ["a", "é"], [0, 3, 9] * 8
+    options = {"max_new": 24, "min_new": held, "temperature": 1, "seeds": 3}
+    pieces, generation = drain(
+        stream(
+            MODEL,
+            LOGITS,
+            prompts,
+            tokenizer,
+            stop_strings=stops,
+            eos_ids=[SPECIAL_ID],
+            drafter=drafter,
+            **options,
+        ),
+        len(prompts),
+    )
+    plain = generate(
+        MODEL, LOGITS, prompts, depth=0, stops=text_stops(tokenizer, VOCAB, [SPECIAL_ID], stops), **options
+    )
+    assert generation.tokens == plain.tokens
+    assert generation.reasons == plain.reasons
+    texts, kept = [], 0
+    for tokens, reason, least in zip(generation.tokens, generation.reasons, held, strict=True):
+        assert len(tokens) > least or reason is StopReason.MAX_NEW
+        at = next(
+            (n for n in range(least, len(tokens)) if tokens[n] == SPECIAL_ID or completes(tokens, n, stops)), None
+        )
+        assert at in (None, len(tokens) - 1)
+        assert SPECIAL_ID not in tokens[:least]
+        kept += any(completes(tokens, n, stops) for n in range(least))
+        texts.append(final_text(tokens, stops, least))
+    assert kept > 8, "hardly any stop string was held back: nothing was tested"
+    assert generated_texts(generation, tokenizer, stops) == texts
+    assert ["".join(row) for row in pieces] == texts
+
+
+def completes(tokens, at, stops):
+    """Whether a stop string ends in token `at`."""
+    before, text = len(spelled(tokens[:at])), spelled(tokens[: at + 1])
+    return any(text[:end].endswith(stop.encode()) for end in range(before + 1, len(text) + 1) for stop in stops)
+
+
+def test_requests_that_differ_in_every_option_share_one_program(tokenizer, monkeypatch):
+    """Greedy rows beside drawn ones, with and without each filter, stop string and end token: traced once."""
+    chunk = chex.assert_max_traces(n=1)(driver._chunk)
+    counted = jax.jit(chunk, static_argnums=(0, 3, 4, 5, 7, 8), donate_argnums=2)
+    monkeypatch.setattr(driver, "_run_chunk", counted)
+    prefill = chex.assert_max_traces(n=1)(prefilling._prefill_chunk)
+    monkeypatch.setattr(prefilling, "_prefill", jax.jit(prefill, static_argnums=(0, 6), donate_argnums=(3, 8)))
+    rng = np.random.default_rng(0)
+    seen = set()
+    for request in range(20):
+        # The longest prompt and the budgets stay within their sizes.
+        prompts = [rng.integers(0, VOCAB, n).tolist() for n in (5, rng.integers(1, 6), rng.integers(1, 6))]
+        stops = [STOPS[n] * int(rng.integers(1, 4)) for n in rng.permutation(len(STOPS) - 1)[: request % 5]]
+        ends = rng.permutation(VOCAB)[: request % 4].tolist()
+        options = {
+            "max_new": rng.integers(30, 58, 3).tolist(),
+            "min_new": rng.integers(0, 30, 3).tolist() if stops or ends else 0,
+            "temperature": [0, *rng.uniform(0.2, 2, 2)],
+            "top_k": int(rng.integers(1, VOCAB)) if request % 2 else [0, 3, 0],
+            "top_p": [float(rng.uniform(0.3, 1)), 1, 0.9] if request % 3 else 1.0,
+            "min_p": float(rng.uniform(0, 0.2)) if request % 4 else 0.0,
+            "seeds": int(rng.integers(2**31)),
+            "draft_limit": rng.integers(0, 4, 3).tolist() if request % 5 else None,
+            "depth": 3,
+            "chunk_steps": 4,
+        }
+        whole = generate(MODEL, LOGITS, prompts, stops=text_stops(tokenizer, VOCAB, ends, stops), **options)
+        events = stream(MODEL, LOGITS, prompts, tokenizer, stop_strings=stops, eos_ids=ends, **options)
+        _, streamed = drain(events, rows=3)
+        assert streamed.tokens == whole.tokens
+        seen |= set(whole.reasons)
+    assert seen == {StopReason.STOP_STRING, StopReason.EOS, StopReason.MAX_NEW}
+    assert counted._cache_size() == 1
+
+
 def test_special_tokens_do_not_break_a_stop_string(tokenizer):
     """They have no text, so a stop string reads on across them, on the device as in the text."""
     stops = text_stops(tokenizer, VOCAB, [], ["ab"])
     tokens = np.array([[0, SPECIAL_ID, 1, 3]], np.int32)
-    first, _ = jax.jit(stops.automaton.advance)(stops.initial_states(1), tokens, np.array([4], np.int32))
-    assert first.tolist() == [2]
+    completes, _ = jax.jit(stops.automaton.advance)(stops.initial_states(1), tokens, np.array([4], np.int32))
+    assert completes.tolist() == [[False, False, True, False]]
     assembler = TextAssembler([*PIECES, b""], ["ab"])
     assert assembler.push(tokens[0].tolist()) + assembler.finish() == ""
 
@@ -152,6 +242,10 @@ def test_a_tokenizer_without_bytes_is_refused(tokenizer):
     other = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     other.decoder = decoders.Metaspace()
     with pytest.raises(ValueError, match="decoder is Metaspace, expected ByteLevel"):
-        next(stream(MODEL, LOGITS, [[0]], other))
+        stream(MODEL, LOGITS, [[0]], other)
     with pytest.raises(ValueError, match="came as the single 'ab', expected a list"):
-        next(stream(MODEL, LOGITS, [[0]], tokenizer, stop_strings="ab"))
+        stream(MODEL, LOGITS, [[0]], tokenizer, stop_strings="ab")
+    with pytest.raises(ValueError, match="the tokenizer is None, expected a tokenizers"):
+        stream(MODEL, LOGITS, [[0]], None)
+    with pytest.raises(ValueError, match="eos_ids=5, expected a list of token ids"):
+        stream(MODEL, LOGITS, [[0]], tokenizer, eos_ids=5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.cache.tree import depths
 from mamba_spec_jax.speculative.acceptance import accept
-from mamba_spec_jax.speculative.sampling import Greedy, Purpose, Sampling, TopK, draw_keys, draw_tokens
+from mamba_spec_jax.speculative.sampling import Filters, Greedy, Purpose, Sampling, draw_keys, draw_tokens
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, limit_accept
 
 from ..trees import chains, trees
@@ -26,7 +26,7 @@ STARTS = jnp.arange(B, dtype=jnp.int32)[:, None] * 3
 jit_accept = jax.jit(accept, static_argnames=("method", "with_logprobs"))
 
 
-def run(logits, draft, method=Greedy(), temperature=1.0):  # noqa: B008, frozen
+def run(logits, draft, method=Greedy(), temperature=1.0, top_k=0):  # noqa: B008, frozen
     steps = jnp.arange(T, dtype=jnp.int32) if draft.parents is None else depths(draft.parents)
     draft = jax.tree.map(np.asarray, draft)
     return jit_accept(
@@ -36,6 +36,7 @@ def run(logits, draft, method=Greedy(), temperature=1.0):  # noqa: B008, frozen
         seeds=SEEDS,
         positions=STARTS + steps,
         temperature=np.full(B, temperature, np.float32),
+        filters=Filters.create(B, top_k=top_k),
         with_logprobs=True,
     )
 
@@ -89,9 +90,6 @@ def test_greedy_walk(data):
     check_walk(result, draft.parents, draft.tokens, draft.lengths, best, draft.slots, logits)
 
 
-METHOD = Sampling((TopK(4),))
-
-
 @functools.cache
 def noisy_logits():
     return np.random.default_rng(0).normal(size=(B, T, V)).astype(np.float32)
@@ -115,11 +113,11 @@ def test_coupled_walk(data):
     right = np.take_along_axis(targets, np.maximum(parents, 0), axis=1)
     tokens = np.where(data.draw(st.booleans()), right, draft.tokens).astype(np.int32)
     draft = dataclasses.replace(draft, tokens=tokens)
-    result = run(noisy_logits(), draft, METHOD)
+    result = run(noisy_logits(), draft, Sampling(), top_k=4)
     check_walk(result, parents, tokens, draft.lengths, targets, draft.slots, noisy_logits())
 
 
-@pytest.mark.parametrize("method", [Greedy(), METHOD])
+@pytest.mark.parametrize("method", [Greedy(), Sampling()])
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_a_tree_that_is_a_chain_accepts_as_the_chain(method, with_probs):
     accepted = set()
@@ -130,8 +128,8 @@ def test_a_tree_that_is_a_chain_accepts_as_the_chain(method, with_probs):
         tokens = np.concatenate([np.zeros((B, 1)), probs.argmax(-1)], axis=1).astype(np.int32)
         lengths, slots = np.array([T - 1, T - 1, 3, T], np.int32), np.array([0, 1, 2, 3], np.int32)
         chain = Draft(tokens, lengths, slots, np.asarray(probs, np.float32) if with_probs else None)
-        expected = run(logits, chain, method)
-        result = run(logits, dataclasses.replace(chain, parents=chains(B, T)), method)
+        expected = run(logits, chain, method, top_k=4)
+        result = run(logits, dataclasses.replace(chain, parents=chains(B, T)), method, top_k=4)
         for name in ("tokens", "accept_lens", "last_correct_step_indices", "logprobs"):
             np.testing.assert_array_equal(getattr(result, name), getattr(expected, name), err_msg=name)
         accepted |= set(np.asarray(expected.accept_lens).tolist())
@@ -194,13 +192,13 @@ def test_a_stop_on_a_path_keeps_the_node_where_it_stopped():
     np.testing.assert_array_equal(result.last_correct_step_indices, [5, 5, 5, -1])
     stops = StopConditions.create((2,))
     states = jnp.zeros(B, jnp.int32)
-    cut = limit_accept(result, stops, states, jnp.array([9, 1, 0, 9], jnp.int32))
+    cut = limit_accept(result, stops, states, jnp.array([9, 1, 0, 9], jnp.int32), jnp.zeros(B, jnp.int32))
     np.testing.assert_array_equal(cut.result.accept_lens, [2, 1, 0, 0])
     np.testing.assert_array_equal(cut.result.last_correct_step_indices, [2, 0, -1, -1])
     np.testing.assert_array_equal(cut.result.path, [[0, 2] + [-1] * 4, [0] + [-1] * 5, [-1] * 6, [-1] * 6])
     expected = [StopReason.EOS, StopReason.MAX_NEW, StopReason.MAX_NEW, StopReason.NONE]
     np.testing.assert_array_equal(cut.reasons, [reason.value for reason in expected])
-    free = limit_accept(result, StopConditions.create(), states, jnp.full(B, 9, jnp.int32))
+    free = limit_accept(result, StopConditions.create(), states, jnp.full(B, 9, jnp.int32), jnp.zeros(B, jnp.int32))
     jax.tree.map(np.testing.assert_array_equal, free.result, result)
 
 

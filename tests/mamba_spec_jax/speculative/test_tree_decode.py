@@ -64,7 +64,7 @@ def run(model, params, state, method, num_drafts):
 
 
 def begin(model, **requests):
-    options = {"drafter": DRAFTER, "max_drafts": K, "max_new": NEW, "logprobs": True, **requests}
+    options = {"drafter": DRAFTER, "max_drafts": K, "max_new": NEW, "temperature": 1, "logprobs": True, **requests}
     return ms.init_decode(model, random_params(model), PROMPTS, **options)
 
 

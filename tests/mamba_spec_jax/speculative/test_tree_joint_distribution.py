@@ -47,9 +47,8 @@ def run_loop(drafter=DRAFTER, **requests):
     """The first tokens of RUNS rows after some steps, and how many of them the first pass emitted."""
     K = drafter.max_drafts
     step = jax.jit(lambda state: speculative_decode_step(MODEL, LOGITS, state, drafter, Sampling(), K))
-    state = init_decode(
-        MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=K, max_new=8, **{"seeds": SEEDS, **requests}
-    )
+    requests = {"max_new": 8, "seeds": SEEDS, "temperature": 1, **requests}
+    state = init_decode(MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=K, **requests)
     state = step(state)
     first = np.asarray(state.new_tokens)
     for _ in range(STEPS - 1):
