@@ -67,9 +67,10 @@ from pallas_kernels.dispatch import Device
 from pallas_kernels.ring import Ring
 
 if TYPE_CHECKING:
-    from mamba_spec_jax.drafting import LoadedDrafter, load_drafter
-    from mamba_spec_jax.loaded import LoadedModel, load
+    from mamba_spec_jax.drafting import load_drafter
+    from mamba_spec_jax.loaded import load
     from mamba_spec_jax.models.chat import ChatTemplate
+    from mamba_spec_jax.text_generation import LoadedDrafter, LoadedModel, TextGeneration
 
 __version__ = "0.1.0"
 
@@ -160,6 +161,7 @@ __all__ = [
     "StopReason",
     "StrategyChoice",
     "StreamEvent",
+    "TextGeneration",
     "TokenChoice",
     "TreeTopology",
     "VerifyRecord",
@@ -187,8 +189,9 @@ __all__ = [
 # Loading needs the packages that read checkpoints; everything else runs without them.
 _LOADING = {
     "ChatTemplate": "mamba_spec_jax.models.chat",
-    "LoadedDrafter": "mamba_spec_jax.drafting",
-    "LoadedModel": "mamba_spec_jax.loaded",
+    "LoadedDrafter": "mamba_spec_jax.text_generation",
+    "LoadedModel": "mamba_spec_jax.text_generation",
+    "TextGeneration": "mamba_spec_jax.text_generation",
     "load": "mamba_spec_jax.loaded",
     "load_drafter": "mamba_spec_jax.drafting",
 }

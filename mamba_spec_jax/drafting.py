@@ -1,40 +1,23 @@
 """A drafter from a checkpoint: where draft heads meet the loop that drafts with them."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mamba_spec_jax.loaded import LoadedModel, load
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.models.checkpoint import locate, read_json
 from mamba_spec_jax.models.families import FAMILIES
 from mamba_spec_jax.models.heads.checkpoint import load_head
 from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
 from mamba_spec_jax.models.heads.published import load_published_head
 from mamba_spec_jax.models.hf_config import HFConfig
-from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
 from mamba_spec_jax.speculative.drafters.draft_model import DraftModelDrafter
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter
 from mamba_spec_jax.speculative.drafters.eagle_tree import EagleTreeDrafter
 from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Drafter
+from mamba_spec_jax.text_generation import LoadedDrafter, LoadedModel
 
 _DRAFTS = 4  # tokens a step, where the checkpoint does not say
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedDrafter:
-    """A drafter, and the target as it needs it.
-
-    Attributes:
-        drafter: the static side.
-        params: its weights.
-        target: the target's static side, which returns the hidden states that the drafter reads; its weights are the
-            same as before.
-    """
-
-    drafter: Drafter
-    params: Any
-    target: HybridModel
 
 
 def load_drafter(

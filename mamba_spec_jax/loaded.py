@@ -1,57 +1,20 @@
-"""A checkpoint, ready to run."""
+"""From a checkpoint to a model that is ready to run."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
-from tokenizers import Tokenizer
 
-from mamba_spec_jax.models.chat import ChatTemplate, read_chat_template
+from mamba_spec_jax.models.chat import read_chat_template
 from mamba_spec_jax.models.checkpoint import CONFIGS, locate, open_weights
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.loading import read_config, read_params, read_tokenizer
 from mamba_spec_jax.models.placement import Rules, first_device
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ReplayRing, SpeculativeMode
+from mamba_spec_jax.text_generation import LoadedModel
 from pallas_kernels.dispatch import Implementation, of_device
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedModel:
-    """A checkpoint, ready to run.
-
-    Attributes:
-        model: the static side; `model.config.eos_token_ids` are the tokens that end a text.
-        params: the weights, for `model`'s methods.
-        tokenizer: from `tokenizer.json`, None if the checkpoint has none.
-        folder: where the checkpoint lies.
-        chat_template: from `chat_template.jinja` or `tokenizer_config.json`, None if the checkpoint has none.
-    """
-
-    model: HybridModel
-    params: Any
-    tokenizer: Tokenizer | None
-    folder: Path
-    chat_template: ChatTemplate | None = None
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """The token ids of a conversation by the checkpoint's chat template, which writes all special tokens itself.
-
-        Args:
-            messages: such as `[{"role": "user", "content": "Hello"}]`.
-            **options: as for `ChatTemplate.render`.
-
-        Raises:
-            ValueError: there is no chat template or no tokenizer, or the template refuses the messages.
-        """
-        if self.chat_template is None:
-            raise ValueError(f"{self.folder} has no chat template: it is not a model to chat with, give it text")
-        if self.tokenizer is None:
-            raise ValueError(f"{self.folder} has no tokenizer.json, so text cannot be turned into its tokens")
-        text = self.chat_template.render(messages, **options)
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def load(

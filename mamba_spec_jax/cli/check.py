@@ -25,10 +25,11 @@ from mamba_spec_jax.cli.options import (
 )
 from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
 from mamba_spec_jax.cli.runtime import choose_policy, describe, model_line
-from mamba_spec_jax.loaded import LoadedModel, load
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.models.memory import MemoryPlan, plan_memory
 from mamba_spec_jax.modes import CommitStrategy
+from mamba_spec_jax.text_generation import LoadedModel
 from pallas_kernels.dispatch import target
 
 _ROWS = 4  # of the prompts that are made up

@@ -26,7 +26,7 @@ from mamba_spec_jax.cli.plot import require_drawable, save_plot
 from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
 from mamba_spec_jax.cli.runtime import describe, model_line, open_model
 from mamba_spec_jax.cli.tables import differences, histogram_table, speed_table, text_table
-from mamba_spec_jax.loaded import LoadedModel
+from mamba_spec_jax.text_generation import LoadedModel
 from pallas_kernels.dispatch import target
 
 _TEMPERATURE = 0.7

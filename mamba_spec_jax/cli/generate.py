@@ -25,9 +25,9 @@ from mamba_spec_jax.cli.options import (
 from mamba_spec_jax.cli.runtime import open_model
 from mamba_spec_jax.drafting import load_drafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
-from mamba_spec_jax.speculative.generate import Generation
 from mamba_spec_jax.speculative.stop import StopReason
-from mamba_spec_jax.speculative.stream import StreamEvent, stream
+from mamba_spec_jax.speculative.stream import StreamEvent
+from mamba_spec_jax.text_generation import TextGeneration
 
 PromptArgument = Annotated[str | None, typer.Argument(help="What to continue; from stdin if left out or -.")]
 _TOP_K = "Draw from this many of the likeliest tokens."
@@ -35,7 +35,7 @@ _TOP_P = "Draw from the likeliest tokens that have this much of the probability.
 _MIN_P = "Draw from the tokens that are this likely, compared with the likeliest."
 _CHAT = "Take the prompt for a user's message, and put it into the model's chat template."
 _DRAFTER = "What drafts: a folder or hub id of a draft head or a smaller model.  [default: prompt lookup]"
-_TREE = "Draft a tree of so many nodes a step instead of a chain; --drafts are its levels."
+_TREE = "Draft a tree of so many nodes a step instead of a chain; --drafts are the levels of a --drafter's."
 StopOption = Annotated[
     list[str], typer.Option("--stop", help="Text that ends the output, not shown. May be given several times.")
 ]
@@ -76,43 +76,41 @@ def generate(
     text = _read_prompt(prompt)
     if not text:
         raise ValueError("the prompt is empty: give at least one character to continue")
-    loaded, tokenizer = open_model(model, dtype, mode, strategy, progress=None)
-    ids = loaded.chat_prompt(_messages(text, system)) if chat else tokenizer.encode(text).ids
-    target, drafting = loaded.model, {}
+    if tree is not None and drafter is None and isinstance(drafts, int):
+        raise ValueError(
+            f"--tree {tree} was given with --drafts {drafts}, but the tree of prompt lookup has no levels: leave "
+            "--drafts out"
+        )
+    loaded, _ = open_model(model, dtype, mode, strategy, progress=None)
+    ids = loaded.chat_prompt(_messages(text, system)) if chat else text
+    options: dict[str, Any] = {
+        "max_new": max_new_tokens,
+        "min_new": min_new_tokens,
+        "temperature": temperature,
+        "seeds": seed,
+        "stop": stop,
+        "depth": drafts if tree is None else tree,
+        "progress": None,
+        **filters,
+    }
     if drafter is not None:
         levels = drafts if isinstance(drafts, int) else None
-        found = load_drafter(drafter, loaded, max_drafts=levels, tree=tree)
-        target, drafting = found.target, {"drafter": found.drafter, "drafter_params": found.params}
+        options["drafter"] = load_drafter(drafter, loaded, max_drafts=levels, tree=tree)
     elif tree is not None:
-        drafting = {"drafter": NgramTreeDrafter(tree)}
+        options["drafter"] = NgramTreeDrafter(tree)
     start = time.perf_counter()
-    events = stream(
-        target,
-        loaded.params,
-        [ids],
-        tokenizer,
-        stop_strings=stop,
-        eos_ids=loaded.model.config.eos_token_ids,
-        depth=drafts if tree is None else tree,
-        max_new=max_new_tokens,
-        min_new=min_new_tokens,
-        seeds=seed,
-        temperature=temperature,
-        **filters,
-        **drafting,
-    )
-    pieces, generation = _follow(events, show=not as_json)
-    report = {"prompt": text, "text": "".join(pieces), "seconds": time.perf_counter() - start, **_summary(generation)}
     if as_json:
-        print(json.dumps(report, ensure_ascii=False, indent=2))
+        generation = loaded.generate(ids, **options)
+        report = {"prompt": text, "text": generation.texts[0], "seconds": time.perf_counter() - start}
+        print(json.dumps(report | _summary(generation), ensure_ascii=False, indent=2))
         return
-    print()
+    generation = _print(loaded.stream(ids, **options))
     notes = Console(stderr=True)
     if generation.reasons[0] is StopReason.NO_LOGITS:
         notes.print(_NO_LOGITS, style="yellow", highlight=False)
     if notes.is_terminal:
         line = "{new_tokens} tokens in {passes} passes, {mean_acceptance_length:.2f} a pass ({stop_reason})"
-        notes.print(line.format(**report), style="dim", highlight=False)
+        notes.print(line.format(**_summary(generation)), style="dim", highlight=False)
 
 
 _NO_LOGITS = (
@@ -131,23 +129,26 @@ def _read_prompt(prompt: str | None) -> str:
         return prompt
     if sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, or pipe it in")
-    return sys.stdin.read()
+    read = sys.stdin.buffer.read()
+    try:
+        return read.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{read[error.start]:02x}"
+        raise ValueError(f"standard input is not text: its {byte}, expected UTF-8") from error
 
 
-def _follow(events: Generator[StreamEvent, None, Generation], show: bool) -> tuple[list[str], Generation]:
-    """The pieces of text, printed as they arrive if `show`, and what the generation was."""
-    pieces: list[str] = []
+def _print(events: Generator[StreamEvent, None, TextGeneration]) -> TextGeneration:
+    """Prints text as it arrives; what the generation was."""
     while True:
         try:
             event = next(events)
         except StopIteration as end:
-            return pieces, end.value
-        pieces.append(event.text)
-        if show:
-            print(event.text, end="", flush=True)
+            print()
+            return end.value
+        print(event.text, end="", flush=True)
 
 
-def _summary(generation: Generation) -> dict[str, Any]:
+def _summary(generation: TextGeneration) -> dict[str, Any]:
     statistics = generation.statistics
     return {
         "tokens": generation.tokens[0],

@@ -9,11 +9,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
-from mamba_spec_jax.loaded import LoadedModel
 from mamba_spec_jax.speculative.decode import DecodeState
 from mamba_spec_jax.speculative.generate import Generation, collect, decode_chunks, resolve_drafting
 from mamba_spec_jax.speculative.prompts import init_decode
 from mamba_spec_jax.speculative.sampling import Greedy, Sampling
+from mamba_spec_jax.text_generation import LoadedModel
 
 _CHUNK_STEPS = 16
 

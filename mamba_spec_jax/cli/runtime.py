@@ -9,8 +9,9 @@ import jax
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.cli.options import Mode, Precision, Strategy
-from mamba_spec_jax.loaded import LoadedModel, load
+from mamba_spec_jax.loaded import load
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, SpeculativeMode
+from mamba_spec_jax.text_generation import LoadedModel
 from pallas_kernels.dispatch import Device
 
 

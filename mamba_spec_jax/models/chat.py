@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -50,20 +50,26 @@ class ChatTemplate:
             messages: each with a "role" and, for most roles, a "content"; keys whose value is None are left out.
             add_generation_prompt: whether to begin the model's own message.
             tools: JSON schemas of functions that the model may call.
-            **variables: more of what the template reads.
+            **variables: more of what the template reads, such as `enable_thinking=False`.
 
         Raises:
-            ValueError: the messages are none, or the template refuses them; the template is no template, fails, or
-                tries to reach outside its sandbox.
+            ValueError: the messages are none, or the template refuses them; it does not read one of the variables; the
+                template is no template, fails, or tries to reach outside its sandbox.
         """
         plain = _plain({"messages": _check_messages(messages), "tools": tools} | variables)
         name = _WITH_TOOLS if tools is not None and _WITH_TOOLS in self.templates else _DEFAULT
         if name not in self.templates:
             raise ValueError(f"{self.source} has templates called {sorted(self.templates)}, expected one called {name}")
+        given = set(variables) | ({"tools"} if tools is not None and name == _DEFAULT else set())
+        if not add_generation_prompt:
+            given.add("add_generation_prompt")
         try:
+            self._require_read(given, self.templates[name])
             return _compile(self.templates[name]).render(
                 {"documents": None, "add_generation_prompt": add_generation_prompt} | {**self.special_tokens} | plain
             )
+        except _Unread as error:
+            raise ValueError(str(error)) from None
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template of {self.source} is damaged, line {error.lineno}: {error}") from error
         except SecurityError as error:
@@ -76,6 +82,12 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template of {self.source} fails on these messages: {type(error).__name__}: {error}"
             ) from error
+
+    def _require_read(self, given: set[str], text: str) -> None:
+        """A variable that the template does not read would change nothing, and is most often misspelt."""
+        read = _variables(text)
+        if unread := sorted(given - read):
+            raise _Unread(f"the chat template of {self.source} does not read {', '.join(unread)}, only {sorted(read)}")
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
@@ -130,6 +142,10 @@ def _plain(variables: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"messages, tools and variables of a chat template are to be plain JSON: {error}") from error
 
 
+class _Unread(Exception):
+    """A variable was given that the template does not read."""
+
+
 class _Refusal(TemplateError):
     """What a template raises by `raise_exception`."""
 
@@ -174,7 +190,18 @@ def _check_name(name: Any) -> None:
 
 
 @functools.lru_cache(maxsize=16)
+def _variables(text: str) -> frozenset[str]:
+    """The names that a template reads and does not set, functions that it is given apart."""
+    environment = _environment()
+    return frozenset(meta.find_undeclared_variables(environment.parse(text)) - environment.globals.keys())
+
+
+@functools.lru_cache(maxsize=16)
 def _compile(text: str) -> Any:
+    return _environment().from_string(text)
+
+
+def _environment() -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals |= {
@@ -182,7 +209,7 @@ def _compile(text: str) -> Any:
         "strftime_now": _strftime_now,
         "namespace": _SafeNamespace,
     }
-    return environment.from_string(text)
+    return environment
 
 
 def _to_json(

@@ -15,6 +15,7 @@ import numpy as np
 from mamba_spec_jax.array_types import Array, Int32, Parents, RowFlags, Rows, Tokens
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.cache.tree import depths
+from mamba_spec_jax.progress_bar import TOKENS, progress_bar
 from mamba_spec_jax.speculative.decode import DecodeState, Statistics, decode_steps, decode_until_finished
 from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
@@ -89,6 +90,7 @@ def generate(
     draft_limit: int | Sequence[int] | None = None,
     logprobs: bool = False,
     chunk_steps: int = 16,
+    progress: bool | None = None,
 ) -> Generation:
     """Generates from ragged prompts.
 
@@ -105,7 +107,8 @@ def generate(
         top_k, top_p, min_p: which likely tokens are drawn from, see `Filters`; 0, 1 and 0 are off.
         seeds: of each row's draws, 0..2**32 - 1; a single number is counted up from row to row. A draw depends on seed
             and position alone.
-        stops: what ends a row, besides its budget.
+        stops: what ends a row, besides its budget: nothing by default. A checkpoint's end tokens are
+            `StopConditions.create(model.config.eos_token_ids)`; `LoadedModel.generate` stops at them by itself.
         drafter: source of drafts; prompt lookup by default.
         drafter_params: its weights, if it has any.
         depth: drafts a step; "auto" lets measured cost and acceptance decide; the drafter's maximum by default.
@@ -113,6 +116,7 @@ def generate(
         logprobs: whether to return each emitted token's log-probability.
         chunk_steps: steps compiled into one program; the host looks at the rows only after each. An automatic depth
             takes fewer at a time where it drafts.
+        progress: show bars on stderr, for the prompts and for the new tokens; None shows them if that is a terminal.
 
     Raises:
         ValueError: for prompts, lengths or options that do not fit, or that would have no effect; MemoryError before an
@@ -136,9 +140,13 @@ def generate(
         draft_limit=draft_limit,
         logprobs=logprobs,
         chunk_steps=chunk_steps,
+        progress=progress,
     )
-    for newest, _ in chunks:
-        state = newest
+    most = int(np.sum(jax.device_get(_remaining(state))))
+    with progress_bar("Generating", most, TOKENS, progress) as bar:
+        for newest, report in chunks:
+            state = newest
+            bar.advance(int(report.emitted.sum()))
     return collect(state)
 
 
@@ -161,6 +169,7 @@ def start_generation(
     draft_limit: int | Sequence[int] | None = None,
     logprobs: bool = False,
     chunk_steps: int = 16,
+    progress: bool | None = False,
 ) -> tuple[DecodeState, Iterator[tuple[DecodeState, ChunkReport]]]:
     """The state after the prompts, and the chunks that go on from it and consume it; arguments as `generate`'s."""
     if drafter is None and drafter_params is not None:
@@ -187,6 +196,7 @@ def start_generation(
         min_p=min_p,
         logprobs=logprobs,
         drafter_params=drafter_params,
+        progress=progress,
     )
     method = Sampling() if np.any(np.asarray(temperature) > 0) else Greedy()
     return state, decode_chunks(model, params, state, drafter, method, stops, policy, chunk_steps, drafter_params)

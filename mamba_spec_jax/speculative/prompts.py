@@ -10,6 +10,7 @@ import numpy as np
 from mamba_spec_jax.array_types import Rows
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.modes import ForwardMode
+from mamba_spec_jax.progress_bar import TOKENS, progress_bar
 from mamba_spec_jax.speculative.decode import DecodeState, Requests, Statistics
 from mamba_spec_jax.speculative.drafts import require_fitting, update_drafter
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, SpeculativeModel
@@ -37,6 +38,7 @@ def init_decode(
     min_p: float | Sequence[float] = 0.0,
     logprobs: bool = False,
     drafter_params: Any = None,
+    progress: bool | None = False,
 ) -> DecodeState:
     """Checks the prompts, makes a cache that holds prompt and output, and prefills all but each row's last token.
 
@@ -53,6 +55,7 @@ def init_decode(
         top_k, top_p, min_p: see `Filters`; 0, 1 and 0 are off.
         logprobs: whether to keep each emitted token's log-probability.
         drafter_params: the drafter's weights, if it has any.
+        progress: show a bar on stderr; None shows it if that is a terminal.
 
     Raises:
         ValueError: for prompts, lengths or options that do not fit, and for an option of the draws where no row draws.
@@ -77,7 +80,7 @@ def init_decode(
     slots = jnp.arange(B, dtype=jnp.int32)
     cache, drafter_state = model.init_cache(B, max_len), drafter.init(B, max_len)
     cache, drafter_state = prefill_prompts(
-        model, params, cache, drafter, drafter_params, drafter_state, tokens, lengths - 1, slots
+        model, params, cache, drafter, drafter_params, drafter_state, tokens, lengths - 1, slots, progress
     )
     return DecodeState(
         cache=cache,
@@ -115,6 +118,7 @@ def prefill_prompts(
     tokens: np.ndarray,
     counts: np.ndarray,
     slots: Rows,
+    progress: bool | None = False,
 ) -> tuple[HybridCache, Any]:
     """Prefills the first `counts[b]` columns of each row in power-of-two chunks, one trace a chunk size.
 
@@ -122,14 +126,18 @@ def prefill_prompts(
     """
     start, longest = 0, int(counts.max())
     padded = np.pad(tokens, ((0, 0), (0, PREFILL_CHUNK + 1)))
-    while start < longest:
-        size = min(PREFILL_CHUNK, _next_power_of_two(longest - start))
-        num_tokens = np.clip(counts - start, 0, size).astype(np.int32)
-        window = jnp.asarray(padded[:, start : start + size + 1])
-        cache, drafter_state = _prefill(
-            model, params, window, cache, slots, jnp.asarray(num_tokens), drafter, drafter_params, drafter_state
-        )
-        start += size
+    with progress_bar("Reading prompts", int(counts.sum()), TOKENS, progress) as bar:
+        while start < longest:
+            size = min(PREFILL_CHUNK, _next_power_of_two(longest - start))
+            num_tokens = np.clip(counts - start, 0, size).astype(np.int32)
+            window = jnp.asarray(padded[:, start : start + size + 1])
+            cache, drafter_state = _prefill(
+                model, params, window, cache, slots, jnp.asarray(num_tokens), drafter, drafter_params, drafter_state
+            )
+            start += size
+            if bar.shown:  # chunks are enqueued faster than they are read
+                jax.block_until_ready(cache)
+            bar.advance(int(num_tokens.sum()))
     return cache, drafter_state
 
 

@@ -50,6 +50,7 @@ def stream(
     draft_limit: int | Sequence[int] | None = None,
     logprobs: bool = False,
     chunk_steps: int = 16,
+    progress: bool | None = False,
 ) -> Generator[StreamEvent, None, Generation]:
     """Yields text as tokens arrive, a chunk of steps at a time. The prompts are read when it is called.
 
@@ -63,6 +64,7 @@ def stream(
         eos_ids: tokens that end a row.
         max_new, min_new, temperature, top_k, top_p, min_p, seeds: as for `generate`.
         drafter, drafter_params, depth, draft_limit, logprobs, chunk_steps: as for `generate`.
+        progress: show a bar on stderr while the prompts are read; None shows it if that is a terminal.
 
     Returns:
         The `Generation`, as the generator's value: `generation = yield from stream(...)`.
@@ -90,6 +92,7 @@ def stream(
         draft_limit=draft_limit,
         logprobs=logprobs,
         chunk_steps=chunk_steps,
+        progress=progress,
     )
     texts = [TextAssembler(table, stop_strings, held) for held in np.asarray(state.requests.min_new).tolist()]
     return _events(state, chunks, texts)

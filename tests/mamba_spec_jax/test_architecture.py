@@ -22,11 +22,13 @@ MAY_IMPORT = {
     "models": {"models", "attention", "layers", "cache", "modes", "array_types", "progress_bar"},
     "speculative": {"speculative", "attention", "layers", "cache", "modes", "array_types", "progress_bar"},
     "assets": {"assets"},
-    "loaded": {"models", "speculative", "modes"},
-    "drafting": {"loaded", "models", "speculative"},
+    "text_generation": {"models", "speculative"},
+    "loaded": {"text_generation", "models", "modes"},
+    "drafting": {"loaded", "text_generation", "models", "speculative"},
     "cli": {
         "cli",
         "loaded",
+        "text_generation",
         "drafting",
         "assets",
         "models",
@@ -38,7 +40,18 @@ MAY_IMPORT = {
         "array_types",
         "",
     },
-    "": {"loaded", "drafting", "models", "speculative", "attention", "layers", "cache", "modes", "array_types"},
+    "": {
+        "loaded",
+        "text_generation",
+        "drafting",
+        "models",
+        "speculative",
+        "attention",
+        "layers",
+        "cache",
+        "modes",
+        "array_types",
+    },
 }
 # What may be imported from outside, the standard library apart.
 LIBRARIES = {

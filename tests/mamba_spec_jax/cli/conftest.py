@@ -1,26 +1,14 @@
 """A checkpoint of a few thousand random weights with a byte tokenizer, and the program run on it in this process."""
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mamba_spec_jax.cli import main
-
-from ..models.checkpoints import CONFIG, random_weights, write
-
-END = "<|end|>"
+from tests.mamba_spec_jax.text_model import write_text_model
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: token for token, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END, special=True)])
-    config = CONFIG | {"vocab_size": 257, "num_local_experts": 0, "num_experts_per_tok": 0, "eos_token_id": 256}
-    folder = write(tmp_path_factory.mktemp("cli") / "model", config, random_weights(config, seed=3))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return write_text_model(tmp_path_factory.mktemp("cli") / "model")
 
 
 @pytest.fixture

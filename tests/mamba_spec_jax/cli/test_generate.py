@@ -11,8 +11,7 @@ from safetensors.numpy import load_file, save_file
 from mamba_spec_jax import generate, load
 from mamba_spec_jax.speculative.stop import StopConditions
 from mamba_spec_jax.speculative.stream import generated_texts
-
-from .conftest import END
+from tests.mamba_spec_jax.text_model import END
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -50,7 +49,7 @@ def test_text_goes_to_stdout(run, folder, expected):
 
 @pytest.mark.parametrize("options", [("0",), ("3",), ("3", "--strategy", "replay"), ("3", "--mode", "prefill")])
 def test_json_and_stdin(run, folder, expected, monkeypatch, options):
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
     out, _ = run("generate", "--json", "--model", folder, "-n", TOKENS, *SAMPLED, "--drafts", *options)
     report = json.loads(out)
     assert report["prompt"] == PROMPT
@@ -134,6 +133,10 @@ def test_what_is_refused(fails, folder, tmp_path, monkeypatch):
     assert "top_p is 0.0, expected numbers above 0" in fails("generate", PROMPT, *model, "-t", 1, "--top-p", 0)
     assert "min_new [9] exceeds max_new [8]" in fails("generate", PROMPT, *model, "-n", 8, "--min-new-tokens", 9)
     assert "the prompt is empty: give at least one character" in fails("generate", "", *model)
+    assert "--tree 12 was given with --drafts 4" in fails("generate", PROMPT, *model, "--tree", 12, "--drafts", 4)
+    assert fails("generate", "\udcff", *model).startswith("prompt 0 is not text: its character 0")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
+    assert fails("generate", *model) == "standard input is not text: its byte 1 is 0xff, expected UTF-8"
     assert "--drafter was given with --drafts 0" in fails("generate", PROMPT, *model, "--drafter", "x", "--drafts", 0)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
