@@ -50,9 +50,9 @@ def decays(visible: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
         visible: `[tokens, tokens]`, 1 where axis 0 is on the path to axis 1, else 0.
         a: `[tokens]`, the logarithm of each token's decay.
     """
-    on_path = visible * a[:, None]
+    on_path = jnp.where(visible > 0, a[:, None], 0)  # selected: an a that is not finite is not multiplied by 0
     between = dot(before(visible), on_path)  # of the tokens on the path to axis 1, those that see axis 0 and are not it
-    return visible * jnp.exp(between), jnp.exp(jnp.sum(on_path, axis=0))
+    return jnp.where(visible > 0, jnp.exp(between), 0), jnp.exp(jnp.sum(on_path, axis=0))
 
 
 def before(visible: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_attention.window import Window
+from pallas_kernels.selection import finite, is_finite
 
 
 def attend(
@@ -38,17 +39,24 @@ def attend(
         written = (position >= first) & (position < ends)  # [B, block]
         k = _read_rows(keys, window.slots, start, block)
         v = jnp.where(written[:, :, None, None], _read_rows(values, window.slots, start, block), 0)
+        # Weights of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
+        spoilt = jnp.transpose(~jnp.all(is_finite(v), axis=-1), (0, 2, 1))  # [B, Hkv, block]
         visible = written[:, None] & _may_see(position, window, T)  # [B, T, block]
         scores = jnp.einsum(
             "btgrd,bsgd->bgrts", grouped, k.astype(common), precision=precision, preferred_element_type=jnp.float32
         )
+        scores = jnp.where(spoilt[:, :, None, None], jnp.nan, scores)
         scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
         weights = jnp.exp(scores - safe_top[..., None])
         keep = jnp.exp(top - safe_top)
         update = jnp.einsum(
-            "bgrts,bsgd->bgrtd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+            "bgrts,bsgd->bgrtd",
+            weights.astype(v.dtype),
+            finite(v),
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
         return new_top, total * keep + weights.sum(-1), mixed * keep[..., None] + update
 

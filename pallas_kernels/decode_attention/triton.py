@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
 from pallas_kernels.decode_attention.window import Window
+from pallas_kernels.selection import finite, is_finite
 
 _MOST_QUERIES = 64
 _MOST_KEYS = 128
@@ -161,12 +162,15 @@ def _attend_kernel(division: Plan, window: Window, sources: Any, outputs: Any) -
             rows = (slot, position[:, None], kv_head, channel[None])
             k, v = read(key_ref.at[rows]), read(value_ref.at[rows])
             scores = dot(query.astype(common), k.astype(common), (((1,), (1,)), ((), ())), precision=precision(common))
+            # Weights of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
+            spoilt = ~jnp.all(is_finite(v), axis=1)
+            scores = jnp.where(spoilt[None], jnp.nan, scores)
             scores = jnp.where(written[None] & sees(position), scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             safe_top = jnp.where(new_top > -jnp.inf, new_top, 0)
             weights = jnp.exp(scores - safe_top[:, None])
             keep = jnp.exp(top - safe_top)
-            update = dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())), precision=precision(v.dtype))
+            update = dot(weights.astype(v.dtype), finite(v), (((1,), (0,)), ((), ())), precision=precision(v.dtype))
             return new_top, total * keep + jnp.sum(weights, axis=1), mixed * keep[:, None] + update
 
         blocks = pl.cdiv(jnp.minimum(end - first, division.chunk), division.block)

@@ -18,6 +18,7 @@ from pallas_kernels.chunked import before, decays, dot, grid
 from pallas_kernels.compat import triton
 from pallas_kernels.gated_delta_update.recurrence import EPS, Tokens
 from pallas_kernels.gated_delta_update.tile import Tile
+from pallas_kernels.selection import finite, is_finite, selected
 
 State = list[jax.Array]
 
@@ -136,16 +137,18 @@ class HeadDecay(NamedTuple):
         state, totals = _over_parts(of_part, self.window.parts, state)
         since_start = self.since_start[:, None]
         return state, [
-            Products(since_start * carried, self.between * scores, squares) for carried, scores, squares in totals
+            Products(since_start * carried, selected(self.between, scores), squares)
+            for carried, scores, squares in totals
         ]
 
     def after(self, step: int | jax.Array, state: State, updates: jax.Array) -> State:
         """The state after token `step`, `S_0 exp(G_t) + sum_j u_j (exp(G_t - G_j) k_j)^T`; updates: `[T, R]`."""
         here = jnp.arange(self.since_start.size, dtype=jnp.int32) == step
         kept = jnp.sum(jnp.where(here, self.since_start, 0))
-        weighted = updates * jnp.sum(jnp.where(here[:, None], self.between, 0), axis=0)[:, None]
+        weights = jnp.sum(jnp.where(here[:, None], self.between, 0), axis=0)[:, None]
+        weighted = selected(weights, updates)
         return [
-            kept * s.astype(jnp.float32) + dot(weighted.T, self.window.load("k", part))
+            kept * s.astype(jnp.float32) + dot(weighted.T, jnp.where(weights != 0, self.window.load("k", part), 0))
             for part, s in zip(self.window.parts, state, strict=True)
         ]
 
@@ -167,7 +170,8 @@ class ChannelDecay(NamedTuple):
 
         def of_part(part, s):
             k, g = self.window.load("k", part), self.window.load("g", part)
-            since_start = jnp.exp(dot(path, g))
+            spoilt = jnp.any((self.visible > 0) & ~jnp.all(is_finite(g), axis=1)[:, None], axis=0)
+            since_start = jnp.where(spoilt[:, None], jnp.nan, jnp.exp(dot(path, finite(g))))
             xs = [(k if name == "k" else self.window.load(name, part)).astype(jnp.float32) for name in names]
             carried = [dot(x * since_start, s.T) for x in xs]
 
@@ -191,8 +195,8 @@ class ChannelDecay(NamedTuple):
         on_path, result = self._on_path(step)[:, None], []
         for part, s in zip(self.window.parts, state, strict=True):
             k, g = self.window.load("k", part), self.window.load("g", part)
-            kept = jnp.exp(jnp.sum(on_path * g, axis=0))[None, :] * s.astype(jnp.float32)
-            result.append(kept + dot(updates.T, self._decayed(step, k, g)))
+            kept = jnp.exp(jnp.sum(selected(on_path, g), axis=0))[None, :] * s.astype(jnp.float32)
+            result.append(kept + dot(selected(on_path, updates).T, self._decayed(step, k, g)))
         return result
 
     def _decayed(self, step: int | jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
@@ -202,7 +206,8 @@ class ChannelDecay(NamedTuple):
         """
         on_path = self._on_path(step)
         between = before(self.visible) * on_path[None, :].astype(jnp.bfloat16)
-        return on_path[:, None] * jnp.exp(dot(between, g)) * k.astype(jnp.float32)
+        to_step = jnp.exp(dot(between, selected(on_path[:, None], g)))
+        return selected(on_path[:, None], to_step * k.astype(jnp.float32))
 
     def _on_path(self, step: int | jax.Array) -> jax.Array:
         """`[T]`, 1 where a token is on the path to token `step`."""

@@ -9,6 +9,7 @@ from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold,
 from pallas_kernels.gated_delta_update.recurrence import Tokens, unit_tokens
 from pallas_kernels.gated_delta_update.window import last_state, outputs, solve, states
 from pallas_kernels.ring import Ring, read_history, rows_of, write_tokens
+from pallas_kernels.selection import tokens_where
 from pallas_kernels.state_scatter.reference import movable, restored
 
 
@@ -51,7 +52,7 @@ def fold_history(call: Fold) -> jax.Array:
 def only_first(tokens: Tokens, num_tokens: jax.Array) -> Tokens:
     """The tokens with zeros behind each row's first `num_tokens[b]`: they change nothing, and their output is 0."""
     real = jnp.arange(tokens.k.shape[1], dtype=jnp.int32) < num_tokens[:, None]
-    return jax.tree.map(lambda leaf: jnp.where(real.reshape(*real.shape, *[1] * (leaf.ndim - 2)), leaf, 0), tokens)
+    return jax.tree.map(lambda leaf: tokens_where(real, leaf), tokens)
 
 
 def read_states(pool: jax.Array, layer: int, slots: jax.Array) -> jax.Array:

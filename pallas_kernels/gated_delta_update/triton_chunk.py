@@ -28,6 +28,7 @@ from pallas_kernels.gated_delta_update.operands import launch_fold, launch_updat
 from pallas_kernels.gated_delta_update.recurrence import Tokens
 from pallas_kernels.gated_delta_update.tile import Tile, cut, load_stored, slot_of, store_state
 from pallas_kernels.history import History
+from pallas_kernels.selection import finite, is_finite, selected
 from pallas_kernels.tree import ancestor_mask
 
 _ROWS, _COLUMNS = 32, 64  # of V, and of K in one part
@@ -60,7 +61,10 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         decay = decay_of(window, visible_tokens(reads.visible, b, t, T))
         state, (keys, queries) = decay.products(start, "k", "q")
         updates = _updates(window, keys)
-        o = (queries.carried + dot(queries.scores, updates)) * (call.scale * queries.unit)[:, None]
+        # Scores of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
+        spoilt = ~jnp.all(is_finite(updates), axis=1)
+        scores = jnp.where((queries.scores != 0) & spoilt[None, :], jnp.nan, queries.scores)
+        o = (queries.carried + dot(scores, finite(updates))) * (call.scale * queries.unit)[:, None]
         o = jnp.where(window.exist[:, None], o, 0)
         at = o_ref.at[b, t[:, None], parts[0].head, parts[0].rows[None, :]]
         triton.store(at, o.astype(o_ref.dtype), mask=grid(t < T, parts[0].has_row))
@@ -141,12 +145,12 @@ def _updates(window: Window, keys: Products) -> jax.Array:
     """
     t = jnp.arange(window.beta.size, dtype=jnp.int32)
     weights = (window.beta * keys.unit)[:, None]
-    lower = jnp.where(t[:, None] == t[None, :], 0, weights * keys.scores * keys.unit[None, :])
+    lower = jnp.where(t[:, None] == t[None, :], 0, selected(keys.scores, weights * keys.unit[None, :]))
     right = window.beta[:, None] * window.v.astype(jnp.float32) - weights * keys.carried
 
     def solve(step, solved):
         here = (t == step)[:, None]
-        known = jnp.sum(jnp.sum(jnp.where(here, lower, 0), axis=0)[:, None] * solved, axis=0)
+        known = jnp.sum(selected(jnp.sum(jnp.where(here, lower, 0), axis=0)[:, None], solved), axis=0)
         return solved - jnp.where(here, known[None, :], 0)
 
     return lax.fori_loop(1, window.num_tokens, solve, right) * keys.unit[:, None]

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_update.recurrence import Tokens, per_head
+from pallas_kernels.selection import is_finite, sees_any
 from pallas_kernels.tree import ancestor_mask
 
 Sums = tuple[jax.Array, jax.Array]  # of g along a path, and what rounding took from them
@@ -29,7 +30,8 @@ class Window(NamedTuple):
     Attributes:
         state: `[B, Hv, V, K]` before it.
         k, q: `[B, T, Hk, K]` of unit length.
-        updates: `[B, Hv, T, V]`, the u_t.
+        updates: `[B, Hv, T, V]`, the u_t, 0 where spoilt.
+        spoilt: `[B, Hv, T]` bool, tokens that see one with numbers that are not finite.
         sums: `[B, T, Hv, 1 or K]`, the G_t.
         visible: `[B or 1, T, T]` bool, where j is t or its ancestor.
     """
@@ -38,6 +40,7 @@ class Window(NamedTuple):
     k: jax.Array
     q: jax.Array
     updates: jax.Array
+    spoilt: jax.Array
     sums: Sums
     visible: jax.Array
 
@@ -52,25 +55,33 @@ def solve(state: jax.Array, tokens: Tokens, parents: jax.Array | None) -> Window
         sums, visible = _path_sums(tokens.g, parents), ancestor_mask(parents)
     beta = jnp.moveaxis(tokens.beta, 1, 2)[..., None]  # [B, Hv, T, 1]
     carried = _from_state(state, tokens.k, sums)
-    earlier = _scores(tokens.k, tokens.k, sums, visible & ~jnp.eye(T, dtype=bool), heads)
+    before = visible & ~jnp.eye(T, dtype=bool)
+    lower = beta * _scores(tokens.k, tokens.k, sums, before, heads)
     right = beta * (jnp.moveaxis(tokens.v, 1, 2) - carried)
-    updates = jax.lax.linalg.triangular_solve(beta * earlier, right, left_side=True, lower=True, unit_diagonal=True)
-    return Window(state, tokens.k, tokens.q, updates, sums, visible)
+    # A solver multiplies: it is given zeros for a token that is not finite, and solves those that do not see it.
+    whole = jnp.all(is_finite(lower), axis=-1) & jnp.all(is_finite(right), axis=-1)
+    lower, right = (jnp.where(whole[..., None], part, 0) for part in (lower, right))
+    updates = jax.lax.linalg.triangular_solve(lower, right, left_side=True, lower=True, unit_diagonal=True)
+    spoilt = sees_any(visible[:, None], ~(whole & jnp.all(is_finite(updates), axis=-1)))
+    return Window(state, tokens.k, tokens.q, jnp.where(spoilt[..., None], 0, updates), spoilt, sums, visible)
 
 
 def outputs(window: Window) -> jax.Array:
     """`[B, T, Hv, V]`, the output of every token."""
     scores = _scores(window.q, window.k, window.sums, window.visible, window.state.shape[1])
     within = jnp.einsum("bhtj,bhjv->bhtv", scores, window.updates, precision=_EXACT)
-    return jnp.moveaxis(_from_state(window.state, window.q, window.sums) + within, 2, 1)
+    o = _from_state(window.state, window.q, window.sums) + within
+    return jnp.moveaxis(jnp.where(window.spoilt[..., None], jnp.nan, o), 2, 1)
 
 
 def states(window: Window) -> jax.Array:
     """`[B, T, Hv, V, K]`, the state after every token."""
     k = per_head(window.k, window.state.shape[1], axis=2)
     keys = _between(window.sums, window.visible) * k[:, None]  # [B, T, T, Hv, K]
+    keys = jnp.where(window.visible[..., None, None], keys, 0)
     added = jnp.einsum("bhjv,btjhk->bthvk", window.updates, keys, precision=_EXACT)
-    return jnp.exp(window.sums[0])[:, :, :, None] * window.state[:, None] + added
+    after = jnp.exp(window.sums[0])[:, :, :, None] * window.state[:, None] + added
+    return jnp.where(jnp.moveaxis(window.spoilt, 1, 2)[..., None, None], jnp.nan, after)
 
 
 def last_state(window: Window) -> jax.Array:
@@ -78,7 +89,8 @@ def last_state(window: Window) -> jax.Array:
     to_end = jnp.exp(_difference([leaf[:, -1:] for leaf in window.sums], window.sums))
     k = per_head(window.k, window.state.shape[1], axis=2) * to_end
     added = jnp.einsum("bhjv,bjhk->bhvk", window.updates, k, precision=_EXACT)
-    return jnp.exp(window.sums[0][:, -1])[:, :, None] * window.state + added
+    after = jnp.exp(window.sums[0][:, -1])[:, :, None] * window.state + added
+    return jnp.where(window.spoilt[:, :, -1, None, None], jnp.nan, after)
 
 
 def _from_state(state: jax.Array, x: jax.Array, sums: Sums) -> jax.Array:
@@ -92,9 +104,11 @@ def _scores(x: jax.Array, k: jax.Array, sums: Sums, visible: jax.Array, heads: i
     between = _between(sums, visible)
     if between.shape[-1] == 1:  # one decay a head: a plain product of the key heads will do
         products = jnp.einsum("bthk,bjhk->bhtj", x, k, precision=_EXACT)
-        return per_head(products, heads) * jnp.moveaxis(between[..., 0], 3, 1)
-    x, k = per_head(x, heads, axis=2), per_head(k, heads, axis=2)
-    return jnp.moveaxis(jnp.sum(x[:, :, None] * k[:, None] * between, axis=-1), 3, 1)
+        scores = per_head(products, heads) * jnp.moveaxis(between[..., 0], 3, 1)
+    else:
+        x, k = per_head(x, heads, axis=2), per_head(k, heads, axis=2)
+        scores = jnp.moveaxis(jnp.sum(x[:, :, None] * k[:, None] * between, axis=-1), 3, 1)
+    return jnp.where(visible[:, None], scores, 0)
 
 
 def _between(sums: Sums, visible: jax.Array) -> jax.Array:

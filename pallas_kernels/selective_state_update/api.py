@@ -54,7 +54,8 @@ def selective_state_update(
 
     All arithmetic is float32. In the step form a state is rounded to the pool's dtype after every token, and decode,
     snapshots and replay agree to the bit; the chunked form rounds only what it stores. A token with dt = 0 leaves the
-    state as it is, if x and B are finite there. A row whose slot is out of range (-1 is the padding index) starts from
+    state as it is, whatever its x and B. What a token computes changes no token that does not descend from it, NaN and
+    infinity included. A row whose slot is out of range (-1 is the padding index) starts from
     zeros and leaves no state. Every other byte of a buffer stays as it is; when the caller's jit donates the buffers,
     they are updated in place. Two rows with one slot leave it undefined.
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arithmetic import rounded
+from pallas_kernels.selection import finite, is_finite, sees_any, tokens_where
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
 from pallas_kernels.tree import ancestor_mask
 
@@ -32,7 +33,7 @@ def window_scan(
 
     Args:
         h0: `[B, H, P, N]`.
-        inputs: of the window; finite where dt is 0.
+        inputs: of the window.
         A, D: `[H]`.
         parents: `[B, T]`, -1 or an earlier node; None for a chain.
         snapshots: `[L, B, T, H, P, N]`, or None to keep none.
@@ -66,36 +67,40 @@ def window_outputs(
     """
     H = h.shape[1]
     scores = jnp.einsum("btgn,bjgn->btjg", window.C, window.B, precision=_EXACT)
-    weights = jnp.repeat(scores, H // scores.shape[-1], axis=-1) * _decay(sums, visible) * window.dt[:, None]
-    y = jnp.einsum("btjh,bjhp->bthp", weights, window.x, precision=_EXACT)
+    seen = _seen(window, visible)
+    weights = jnp.repeat(scores, H // scores.shape[-1], axis=-1) * _decay(sums, seen) * window.dt[:, None]
+    weights = jnp.where(seen[..., None], weights, 0)
+    y = jnp.einsum("btjh,bjhp->bthp", weights, finite(window.x), precision=_EXACT)
     carried = jnp.einsum("bhpn,bthn->bthp", h, _heads(window.C, H), precision=_EXACT)
-    return y + jnp.exp(sums[0])[..., None] * carried + D[:, None] * window.x
+    y = y + jnp.exp(sums[0])[..., None] * carried + D[:, None] * window.x
+    return jnp.where(sees_any(seen, _spoilt(window))[..., None, None], jnp.nan, y)
 
 
 def window_states(h: jax.Array, window: SSMInputs, sums: Sums, visible: jax.Array | None = None) -> jax.Array:
     """States `[B, T, H, P, N]` after each token of one window; arguments as `window_outputs`'s."""
-    weights = _decay(sums, visible) * window.dt[:, None]  # [B, T, T, H]
-    B = _heads(window.B, h.shape[1])
-    states = jnp.einsum("btjh,bjhp,bjhn->bthpn", weights, window.x, B, precision=_EXACT)
-    return states + jnp.exp(sums[0])[..., None, None] * h[:, None]
+    seen = _seen(window, visible)
+    weights = jnp.where(seen[..., None], _decay(sums, seen) * window.dt[:, None], 0)  # [B, T, T, H]
+    B = finite(_heads(window.B, h.shape[1]))
+    states = jnp.einsum("btjh,bjhp,bjhn->bthpn", weights, finite(window.x), B, precision=_EXACT)
+    states = states + jnp.exp(sums[0])[..., None, None] * h[:, None]
+    return jnp.where(sees_any(seen, _spoilt(window))[..., None, None, None], jnp.nan, states)
 
 
 def window_end(h: jax.Array, window: SSMInputs, A: jax.Array) -> jax.Array:
     """The state `[B, H, P, N]` after a chain; cheaper than the last of its `window_states`."""
     sums = running_sums(rounded(window.dt * A))
     to_end = jnp.exp(_difference([c[:, -1:] for c in sums], sums))
-    weighted = (to_end * window.dt)[..., None] * window.x
+    weighted = (to_end * window.dt)[..., None] * finite(window.x)
     whole = jnp.exp(jnp.sum(window.dt * A, axis=1))
-    gained = jnp.einsum("bjhp,bjhn->bhpn", weighted, _heads(window.B, h.shape[1]), precision=_EXACT)
-    return h * whole[..., None, None] + gained
+    gained = jnp.einsum("bjhp,bjhn->bhpn", weighted, finite(_heads(window.B, h.shape[1])), precision=_EXACT)
+    spoilt = jnp.any(_spoilt(window), axis=1)
+    return jnp.where(spoilt[:, None, None, None], jnp.nan, h * whole[..., None, None] + gained)
 
 
 def fold(h0: jax.Array, inputs: SSMInputs, A: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """The state after each row's first `num_tokens[b]` tokens, in float32; behind them may lie anything."""
     exists = jnp.arange(inputs.dt.shape[1]) < num_tokens[:, None]
-    window = jax.tree.map(
-        lambda leaf: jnp.where(exists.reshape(*exists.shape, *[1] * (leaf.ndim - 2)), leaf, 0), in_float32(inputs)
-    )
+    window = jax.tree.map(lambda leaf: tokens_where(exists, leaf), in_float32(inputs))
     return window_end(h0.astype(jnp.float32), window, A)
 
 
@@ -139,13 +144,23 @@ def _difference(sums, others) -> jax.Array:
     return (sums[0] - others[0]) + (sums[1] - others[1])
 
 
-def _decay(sums: Sums, visible: jax.Array | None) -> jax.Array:
+def _seen(window: SSMInputs, visible: jax.Array | None) -> jax.Array:
+    """`[B or 1, T, T]`, the tokens (axis 2) that each token sees."""
+    T = window.dt.shape[1]
+    return jnp.tril(jnp.ones((1, T, T), bool)) if visible is None else visible
+
+
+def _spoilt(window: SSMInputs) -> jax.Array:
+    """`[B, T]`, tokens whose x or B is not finite; not those with dt = 0, which leave every state as it is."""
+    whole = jnp.all(is_finite(window.x), axis=(2, 3)) & jnp.all(is_finite(window.B), axis=(2, 3))
+    return ~whole & jnp.any(window.dt != 0, axis=2)
+
+
+def _decay(sums: Sums, seen: jax.Array) -> jax.Array:
     """`exp(c_t - c_j)` where t sees j and 0 elsewhere, `[B, T, T, H]` (t before j)."""
-    T = sums[0].shape[1]
-    seen = jnp.tril(jnp.ones((T, T), bool))[None, :, :, None] if visible is None else visible[..., None]
     between = _difference([c[:, :, None] for c in sums], [c[:, None] for c in sums])
     # Masked before the exponential: elsewhere the difference may be positive and overflow.
-    return jnp.exp(jnp.where(seen, between, -jnp.inf))
+    return jnp.exp(jnp.where(seen[..., None], between, -jnp.inf))
 
 
 def _heads(grouped: jax.Array, heads: int) -> jax.Array:

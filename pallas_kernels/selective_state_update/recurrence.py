@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arithmetic import contract, fenced, rounded
+from pallas_kernels.selection import finite
 
 
 class SSMInputs(NamedTuple):
@@ -26,7 +27,9 @@ class SSMInputs(NamedTuple):
 
 def state_step(h: jax.Array, token: SSMInputs, decay: jax.Array) -> jax.Array:
     """One token (no T axis): `h [B, H, P, N]` in its storage dtype, `decay [B, H]`; the result in float32."""
-    injected = (token.dt[..., None] * token.x)[..., None] * _per_head(token.B, h.shape[1])[:, :, None, :]
+    B = _per_head(token.B, h.shape[1])
+    x, B = (jnp.where((token.dt == 0)[..., None], finite(leaf), leaf) for leaf in (token.x, B))  # no token there
+    injected = (token.dt[..., None] * x)[..., None] * B[:, :, None, :]
     return rounded(h.astype(jnp.float32) * decay[..., None, None]) + rounded(injected)
 
 

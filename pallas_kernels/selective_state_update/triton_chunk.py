@@ -21,6 +21,7 @@ from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
 from pallas_kernels.history import History
 from pallas_kernels.ring import Ring
+from pallas_kernels.selection import finite, is_finite
 from pallas_kernels.selective_state_update.arguments import StateUpdate
 from pallas_kernels.selective_state_update.operands import Blocks, launch_fold, launch_update, path_mask
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
@@ -63,8 +64,8 @@ class Tokens(NamedTuple):
 
     @property
     def weighted(self) -> jax.Array:
-        """dt x, `[rows, tokens]` in float32."""
-        return self.dt[None, :] * self.x.astype(jnp.float32)
+        """dt x, `[rows, tokens]` in float32; 0 where dt is 0, which says that there is no token."""
+        return jnp.where(self.dt[None, :] == 0, 0, self.dt[None, :] * self.x.astype(jnp.float32))
 
 
 def update(
@@ -93,7 +94,8 @@ def update(
             # Lanes without a token point past the ring, where no interpreter takes them for tokens of an earlier lap.
             entries = jnp.where(window.exist, history.entry(history.size + t), history.length)
             _keep_x_and_dt(tile, buffers.ring, entries, window)
-        decay, since_start = decays(visible_tokens(reads.visible, tile.row, t, T), window.dt * A)
+        visible = visible_tokens(reads.visible, tile.row, t, T)
+        decay, since_start = decays(visible, window.dt * A)
 
         def state_after(step, h, B):
             here = t == step
@@ -121,7 +123,11 @@ def update(
 
         zeros = jnp.zeros((blocks.rows, padded), jnp.float32), jnp.zeros((padded, padded), jnp.float32)
         carried, scores = lax.fori_loop(0, pl.cdiv(tile.state, blocks.cols), take_columns, zeros)
-        y = since_start[None, :] * carried + dot(window.weighted, scores * decay) + D * window.x.astype(jnp.float32)
+        weighted = window.weighted
+        # Weights of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
+        spoilt = ~jnp.all(is_finite(weighted), axis=0)
+        scores = jnp.where(visible > 0, jnp.where(spoilt[:, None], jnp.nan, scores * decay), 0)
+        y = since_start[None, :] * carried + dot(finite(weighted), scores) + D * window.x.astype(jnp.float32)
         at = y_ref.at[tile.row, t[None, :], tile.head, tile.p[:, None]]
         triton.store(at, y.astype(y_ref.dtype), mask=grid(tile.p_mask, window.exist))
 
@@ -176,8 +182,10 @@ def _replay(tile: Tile, history: History, ring_refs: Any, A: jax.Array, h: jax.A
 
 
 def _gained(tokens: Tokens, weights: jax.Array, B: jax.Array) -> jax.Array:
-    """`sum_j weights_j dt_j x_j B_j^T`, `[rows, cols]`."""
-    return dot(weights[None, :] * tokens.weighted, B)
+    """`sum_j weights_j dt_j x_j B_j^T` over tokens with a weight and a dt that are not 0, `[rows, cols]`."""
+    counts = (weights != 0) & (tokens.dt != 0)
+    weighted = jnp.where(counts[None, :], weights[None, :] * tokens.weighted, 0)
+    return dot(weighted, jnp.where(counts[:, None], B, 0))
 
 
 def _keep_x_and_dt(tile: Tile, ring_refs: dict[str, Any], entries: jax.Array, tokens: Tokens) -> None:
