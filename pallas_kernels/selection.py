@@ -30,5 +30,5 @@ def tokens_where(keep: jax.Array, leaf: jax.Array) -> jax.Array:
 
 
 def sees_any(visible: jax.Array, flags: jax.Array) -> jax.Array:
-    """`[..., T]`, whether a token sees a flagged one; in `visible [..., T, T]` axis -2 sees axis -1, flags `[..., T]`."""
+    """`[..., T]`, whether a token (axis -2 of `visible [..., T, T]`) sees one that `flags [..., T]` names."""
     return jnp.any(visible & flags[..., None, :], axis=-1)
