@@ -13,7 +13,7 @@ def apply_rotary(
         return jnp.concatenate([apply_rotary(x[..., :dim], positions, theta), x[..., dim:]], axis=-1)
     half = x.shape[-1] // 2
     frequencies = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None]
     rotated = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
     return x * jnp.cos(angles).astype(x.dtype) + rotated * jnp.sin(angles).astype(x.dtype)

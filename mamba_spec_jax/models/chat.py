@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from mamba_spec_jax.models.checkpoint import read_json
+from mamba_spec_jax.models.checkpoint import read_json, read_text
 from mamba_spec_jax.models.hf_config import HFConfig
+from mamba_spec_jax.models.template_limits import MOST_TEXT, LimitedSandbox, LimitExceeded, limited, limited_filter
 
 _FILE = "chat_template.jinja"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -61,15 +61,21 @@ class ChatTemplate:
         if name not in self.templates:
             raise ValueError(f"{self.source} has templates called {sorted(self.templates)}, expected one called {name}")
         try:
-            return _compile(self.templates[name]).render(
-                {"documents": None, "add_generation_prompt": add_generation_prompt} | {**self.special_tokens} | plain
-            )
+            with limited() as charge:
+                values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
+                pieces = []
+                for piece in _compile(self.templates[name]).generate(values | plain):
+                    charge(len(piece))
+                    pieces.append(piece)
+            return "".join(pieces)
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template of {self.source} is damaged, line {error.lineno}: {error}") from error
         except SecurityError as error:
             raise ValueError(
                 f"the chat template of {self.source} tries to reach outside its sandbox and is not used: {error}"
             ) from error
+        except LimitExceeded as error:
+            raise ValueError(f"the chat template of {self.source} is not used: {error}") from error
         except _Refusal as error:
             raise ValueError(f"the chat template of {self.source} refuses these messages: {error}") from error
         except Exception as error:  # a template can fail in any way
@@ -85,7 +91,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     special = {name: _token(config, name) for name in _SPECIAL_TOKENS if config.has(name)}
     file = folder / _FILE
     if file.exists():
-        return ChatTemplate({_DEFAULT: file.read_text(encoding="utf-8")}, special, str(file))
+        return ChatTemplate({_DEFAULT: read_text(file)}, special, str(file))
     if not config.has("chat_template"):
         return None
     return ChatTemplate(_named_templates(config), special, str(path))
@@ -134,7 +140,7 @@ class _Refusal(TemplateError):
     """What a template raises by `raise_exception`."""
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
+class _Sandbox(LimitedSandbox):
     """Unsafe access is an error at once; by itself the sandbox renders a mere mention of it as nothing."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
@@ -175,8 +181,10 @@ def _check_name(name: Any) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _compile(text: str) -> Any:
+    if len(text) > MOST_TEXT:
+        raise LimitExceeded(f"it has {len(text)} characters, expected {MOST_TEXT} at most")
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = limited_filter("tojson", _to_json)
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

@@ -34,6 +34,9 @@ class HFConfig:
         value = self._get(key, default)
         if not _is_integer(value) or value < minimum:
             raise self.refusal(key, f"an integer of at least {minimum}")
+        most = _MOST.get(key, _MOST_OF_OTHERS)
+        if value > most:
+            raise self.refusal(key, f"an integer of at most {most}")
         return value
 
     def number(self, key: str, default: Any = _REQUIRED, *, positive: bool = False) -> float:

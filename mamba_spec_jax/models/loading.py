@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from mamba_spec_jax.cache.memory import require_fits
 from mamba_spec_jax.models.chat import ChatTemplate, read_chat_template
-from mamba_spec_jax.models.checkpoint import CONFIGS, WeightFiles, locate, open_weights, read_json
+from mamba_spec_jax.models.checkpoint import CONFIGS, WeightFiles, check_file, locate, open_weights, read_json
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import family_of
 from mamba_spec_jax.models.families.base import Family, Weight
@@ -165,6 +165,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
+    check_file(path)
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -174,6 +175,10 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
 def _read_params(
     model: HybridModel, family: Family, files: WeightFiles, folder: Path, where: tuple, progress: bool | None
 ) -> Any:
+    # Before anything is made of each layer and expert: there are as many weights at least.
+    least = len(model.config.layer_types)
+    if len(files.shapes) < least:
+        raise ValueError(f"{folder} has {len(files.shapes)} weights, but {least} layers by its config.json")
     abstract = nnx.to_flat_state(model.abstract_params())
     leaves = {".".join(map(str, path)): leaf for path, leaf in abstract}
     stored = _stored_names(family, files, folder)

@@ -124,7 +124,7 @@ def accept(
 
 def _emit_chain(draft: Draft, accepted: Rows, last: Rows) -> AcceptResult:
     accept_lens = jnp.where(draft.slots >= 0, accepted + 1, 0)
-    nodes = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
+    nodes = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
     following = jnp.concatenate([draft.tokens[:, 1:], last[:, None]], axis=1)
     tokens = jnp.where(nodes == accepted[:, None], last[:, None], following)
     emitted = nodes < accept_lens[:, None]
@@ -137,7 +137,7 @@ def _emit_path(draft: Draft, node: Rows, last: Rows) -> AcceptResult:
     accept_lens = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
     accepted = jnp.take_along_axis(draft.tokens, jnp.maximum(path[:, 1:], 0), axis=1)
     following = jnp.concatenate([accepted, last[:, None]], axis=1)
-    columns = jnp.arange(path.shape[1], dtype=jnp.int32)
+    columns = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     tokens = jnp.where(columns == accept_lens[:, None] - 1, last[:, None], following)
     return AcceptResult(jnp.where(path >= 0, tokens, -1), accept_lens, node, path)
 
@@ -171,7 +171,7 @@ def _reject(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) -> tup
 def _real_drafts(draft: Draft, vocab: int) -> Bool[Array, "B K"]:
     """The drafts of each row, up to the first one outside the vocabulary."""
     drafts = draft.tokens[:, 1:]
-    proposed = jnp.arange(drafts.shape[1], dtype=jnp.int32) < draft.lengths[:, None]
+    proposed = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None] < draft.lengths[:, None]
     return jnp.cumprod(proposed & (drafts >= 0) & (drafts < vocab), axis=1, dtype=jnp.int32).astype(bool)
 
 
@@ -187,7 +187,7 @@ def _own_log_probs(logits: Logits, result: AcceptResult) -> Float[Array, "B T"]:
     if result.path is None:
         chosen = jnp.take_along_axis(log_probs, tokens[..., None], axis=2)[..., 0]
     else:
-        chosen = log_probs[jnp.arange(tokens.shape[0])[:, None], jnp.maximum(result.path, 0), tokens]
+        chosen = log_probs[jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None], jnp.maximum(result.path, 0), tokens]
     return jnp.where(emitted, chosen, 0.0)
 
 

@@ -135,8 +135,9 @@ def filtered_log_probs(
     for rule in method.filters:
         kept = log_probs >= rule.threshold(log_probs)
         log_probs = jax.nn.log_softmax(jnp.where(kept, log_probs, -jnp.inf), axis=-1)
-    best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32) == jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    return jnp.where(drawn, log_probs, jnp.where(best, 0.0, -jnp.inf))
+    best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    best = best == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(drawn, log_probs, jnp.where(best, jnp.float32(0), -jnp.inf))
 
 
 def draw_keys(seeds: Seeds, positions: Int32[Array, "B *N"], purpose: Purpose) -> Array:
@@ -238,7 +239,7 @@ def _lowest_kept(log_probs: Float[Array, "*N V"], weights: Float[Array, "*N V"],
     infinity = int(np.float32(np.inf).view(np.int32))
     shape = (*log_probs.shape[:-1], 1)
     ends = jnp.zeros(shape, jnp.int32), jnp.full(shape, infinity + 1, jnp.int32)
-    return -jax.lax.bitcast_convert_type(jax.lax.fori_loop(0, 31, halve, ends)[0], jnp.float32)
+    return -jax.lax.bitcast_convert_type(jax.lax.fori_loop(jnp.int32(0), jnp.int32(31), halve, ends)[0], jnp.float32)
 
 
 def _is_number(value: object) -> bool:

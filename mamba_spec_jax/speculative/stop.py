@@ -82,7 +82,7 @@ class StopAutomaton:
             `[B]` column of the token that completes a stop string (T if none does), and the `[B]` states after the
             row's last token.
         """
-        columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
         def read(state, token):
             state = self.transitions.at[state, token].get(mode="fill", fill_value=0)
@@ -142,10 +142,10 @@ class StopConditions:
             depths: `[T]` or `[B, T]` tokens of the verify pass in front of each node, the root not counted.
         """
         early = new_tokens[:, None] + depths < min_new[:, None]
-        return early[..., None] & self.is_eos(jnp.arange(vocab_size, dtype=jnp.int32))
+        return early[..., None] & self.is_eos(jnp.arange(vocab_size, dtype=jnp.int32))[None, None]
 
     def is_eos(self, tokens: Int32[Array, "*N"]) -> Bool[Array, "*N"]:
-        return jnp.any(tokens[..., None] == self.eos_ids, axis=-1)
+        return jnp.any(tokens[..., None] == jnp.expand_dims(self.eos_ids, range(tokens.ndim)), axis=-1)
 
 
 @flax.struct.dataclass
@@ -178,7 +178,7 @@ def limit_accept(result: AcceptResult, stops: StopConditions, states: Rows, rema
         remaining: `[B]` tokens each row may still emit.
     """
     lengths = result.accept_lens
-    columns = jnp.arange(result.tokens.shape[1], dtype=jnp.int32)
+    columns = jnp.arange(result.tokens.shape[1], dtype=jnp.int32)[None]
     first_eos = _first(stops.is_eos(result.tokens), columns < lengths[:, None])
     first_match = jnp.full_like(first_eos, columns.size)
     if stops.automaton is not None:
@@ -214,7 +214,7 @@ def _node(path: Tokens | None, column: Rows) -> Rows:
 def _first(flags: Bool[Array, "B T"], live: Bool[Array, "B T"]) -> Rows:
     """The first live column whose flag is set, T if none is."""
     width = flags.shape[1]
-    return jnp.min(jnp.where(flags & live, jnp.arange(width, dtype=jnp.int32), width), axis=1).astype(jnp.int32)
+    return jnp.min(jnp.where(flags & live, jnp.arange(width, dtype=jnp.int32)[None], width), axis=1).astype(jnp.int32)
 
 
 def _byte_transitions(stops: tuple[bytes, ...], prefixes: list[bytes]) -> np.ndarray:
