@@ -96,8 +96,8 @@ def accept_path(ring: Ring, slots: jax.Array, path: jax.Array) -> Ring:
     """
     S, T = ring.starts.shape[0], path.shape[1]
     nodes = jnp.arange(T, dtype=jnp.int32)
-    depth = jnp.max(jnp.where(path[:, :, None] == nodes, nodes[:, None], -1), axis=1)
-    turn = jnp.where(depth >= 0, depth, T + nodes)  # no two nodes have the same
+    depth = jnp.max(jnp.where(path[:, :, None] == nodes[None, None], nodes[None, :, None], -1), axis=1)
+    turn = jnp.where(depth >= 0, depth, T + nodes[None])  # no two nodes have the same
     place = jnp.sum(turn[:, None, :] < turn[:, :, None], axis=2, dtype=jnp.int32)
     behind, slot = _behind(ring, slots, T), jnp.where(slots >= 0, slots, S)[:, None]
     target = _places(ring, slots, behind[:, :1] + place)
@@ -127,13 +127,13 @@ def reset(ring: Ring, slots: jax.Array) -> Ring:
     `clear` keeps the order, and so waits for nobody who reads by it.
     """
     index = jnp.where(slots >= 0, slots, ring.starts.shape[0])
-    order = ring.order.at[index].set(jnp.arange(ring.length, dtype=jnp.int32), mode="drop")
+    order = ring.order.at[index].set(jnp.arange(ring.length, dtype=jnp.int32)[None], mode="drop")
     return clear(ring, slots)._replace(order=order)
 
 
 def _behind(ring: Ring, slots: jax.Array, tokens: int) -> jax.Array:
     """`[B, T]` offsets of a pass's tokens: they follow each row's history."""
-    return rows_of(ring.counts, slots)[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    return rows_of(ring.counts, slots)[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
 
 
 def _places(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:

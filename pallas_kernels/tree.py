@@ -9,7 +9,7 @@ from pallas_kernels.state_commit.window import earlier
 def earlier_parents(parents: jax.Array) -> jax.Array:
     """The parents as int32, -1 where one is not an earlier node."""
     parents = jnp.asarray(parents, jnp.int32)
-    return earlier(parents, jnp.arange(parents.shape[-1], dtype=jnp.int32))
+    return earlier(parents, jax.lax.broadcasted_iota(jnp.int32, parents.shape, parents.ndim - 1))
 
 
 def ancestor_mask(parents: jax.Array) -> jax.Array:

@@ -68,7 +68,7 @@ class ForwardBatch:
         lengths = gather_lengths(cache, slots)
         num_tokens = jnp.minimum(jnp.clip(num_tokens, 0, width), cache.room(slots)).astype(jnp.int32)
         if parents is None:
-            positions = lengths[:, None] + jnp.arange(width, dtype=jnp.int32)
+            positions = lengths[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
             return cls(slots, lengths, num_tokens, positions, mode, kv_len)
         ancestors = ancestor_mask(parents)
         positions = lengths[:, None] + jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
@@ -79,12 +79,12 @@ class ForwardBatch:
         """`[B, T]` where the keys of each column are written: behind the committed ones, a tree's node by node."""
         if self.ancestors is None:
             return self.positions
-        return self.lengths[:, None] + self.offset + jnp.arange(self.positions.shape[1], dtype=jnp.int32)
+        return self.lengths[:, None] + self.offset + jnp.arange(self.positions.shape[1], dtype=jnp.int32)[None]
 
     @property
     def is_real(self) -> Array:
         """`[B, T]` whether a column holds a real token."""
-        return jnp.arange(self.positions.shape[1]) < self.num_tokens[:, None]
+        return jnp.arange(self.positions.shape[1], dtype=jnp.int32)[None] < self.num_tokens[:, None]
 
 
 @flax.struct.dataclass

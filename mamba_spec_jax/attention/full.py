@@ -78,7 +78,7 @@ class FullAttention:
             lengths: `[B]` tokens committed before the pass.
             path: `[B, T]` node ids from the root on, then -1.
         """
-        depth = jnp.arange(path.shape[1], dtype=jnp.int32)
+        depth = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
         return jax.tree.map(
             lambda buffer: _move_rows(
                 buffer, slots, lengths[:, None] + path, lengths[:, None] + depth, (path >= 0) & (path != depth)

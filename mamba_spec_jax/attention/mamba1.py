@@ -126,7 +126,7 @@ class Mamba1(Recurrence):
             return jnp.where((t < counts)[:, None, None, None], after, h)
 
         most = jnp.minimum(jnp.max(counts, initial=0), kept["dt"].shape[1])
-        return jax.lax.fori_loop(0, most, step, h0)
+        return jax.lax.fori_loop(jnp.int32(0), most, step, h0)
 
 
 def _step_scan(
@@ -145,7 +145,7 @@ def _step_scan(
             snapshots = snapshots.at[index, :, t].set(h)
         return (h, snapshots), y
 
-    times = jnp.arange(tokens.dt.shape[1])
+    times = jnp.arange(tokens.dt.shape[1], dtype=jnp.int32)
     (h, snapshots), y = jax.lax.scan(step, (h0, snapshots), (_time_first(tokens), times))
     return jnp.moveaxis(y, 0, 1), h, snapshots
 
@@ -155,7 +155,7 @@ def _step_tree(
 ) -> tuple[Array, Array | None]:
     """A tree: every node from its parent's state as it was stored, a root from h0; outputs and snapshots."""
     B, T = parents.shape
-    rows, layer = jnp.arange(B), 0 if snapshots is None else index
+    rows, layer = jnp.arange(B, dtype=jnp.int32), 0 if snapshots is None else index
     states = jnp.zeros((1, B, T, *h0.shape[1:]), h0.dtype) if snapshots is None else snapshots
 
     def step(states, per_node):
@@ -164,13 +164,13 @@ def _step_tree(
         h, y = _advance(jnp.where((parent < 0)[:, None, None, None], h0, before), token, A, D)
         return states.at[layer, :, t].set(h), y
 
-    states, y = jax.lax.scan(step, states, (_time_first(tokens), jnp.arange(T), parents.T))
+    states, y = jax.lax.scan(step, states, (_time_first(tokens), jnp.arange(T, dtype=jnp.int32), parents.T))
     return jnp.moveaxis(y, 0, 1), None if snapshots is None else states
 
 
 def _state_step(h: Array, token: Mamba1Tokens, A: Array) -> Array:
     """One token (no T axis): `h [B, 1, C, N]` in its storage dtype; the result in float32."""
-    decay = alike(jnp.exp, rounded(token.dt[..., None] * A))
+    decay = alike(jnp.exp, rounded(token.dt[..., None] * A[None]))
     injected = (token.dt * token.x)[..., None] * token.B[:, None]
     return rounded(h.astype(jnp.float32) * decay[:, None]) + rounded(injected)[:, None]
 
@@ -178,7 +178,7 @@ def _state_step(h: Array, token: Mamba1Tokens, A: Array) -> Array:
 def _advance(h: Array, token: Mamba1Tokens, A: Array, D: Array) -> tuple[Array, Array]:
     """The state after one token, rounded to its storage dtype, and the output `[B, C]`, which reads the unrounded."""
     new = _state_step(h, token, A)
-    return new.astype(h.dtype), contract(new[:, 0], token.C) + rounded(D * token.x)
+    return new.astype(h.dtype), contract(new[:, 0], token.C) + rounded(D[None] * token.x)
 
 
 def _time_first(tokens: Mamba1Tokens) -> Mamba1Tokens:

@@ -99,7 +99,7 @@ class Mamba2(Recurrence):
         B, T, _ = mixed.shape
         inner = self.heads * self.head_dim
         x, b, c = jnp.split(mixed, [inner, inner + self.groups * self.state], axis=-1)
-        dt = jax.nn.softplus(inputs.dt.astype(jnp.float32) + inputs.weights.dt_bias.astype(jnp.float32))
+        dt = jax.nn.softplus(inputs.dt.astype(jnp.float32) + inputs.weights.dt_bias.astype(jnp.float32)[None, None])
         dt = fenced(jnp.where(batch.is_real[..., None], jnp.clip(dt, *self.dt_limits), 0))
         return SSMInputs(
             x=x.reshape(B, T, self.heads, self.head_dim),

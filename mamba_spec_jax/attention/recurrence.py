@@ -242,7 +242,7 @@ class Recurrence(abc.ABC):
         path, counts = _path(record, track_steps)
         # The inputs of a pass lie behind the history, whether that pass has folded it or not.
         start = jnp.where(folded[:, None], history, 0)
-        offsets = start + jnp.arange(ring.length, dtype=jnp.int32)
+        offsets = start + jnp.arange(ring.length, dtype=jnp.int32)[None]
         node = jnp.take_along_axis(path, jnp.clip(offsets - history, 0, path.shape[1] - 1), axis=1)
         offsets = jnp.where(offsets < history, offsets, history + jnp.maximum(node, 0))
         has_slot = slot_index(record.slots, pool.ssm.shape[1]) < pool.ssm.shape[1]
@@ -265,7 +265,9 @@ class Recurrence(abc.ABC):
             return ssm.at[index, target].set(states, mode="drop")
 
         # A layer's states at a time.
-        return dataclasses.replace(pool, ssm=jax.lax.fori_loop(0, pool.ssm.shape[0], layer, pool.ssm))
+        return dataclasses.replace(
+            pool, ssm=jax.lax.fori_loop(jnp.int32(0), jnp.int32(pool.ssm.shape[0]), layer, pool.ssm)
+        )
 
 
 def _path(record: VerifyRecord, nodes: Rows) -> tuple[Int32[Array, "B T"], Rows]:

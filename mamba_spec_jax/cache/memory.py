@@ -8,8 +8,17 @@ import jax.numpy as jnp
 
 
 def device_bytes() -> int | None:
-    """Bytes the default device could still give: free memory of a GPU, all memory of a CPU; None if it does not say."""
-    (device,) = jnp.zeros(()).devices()
+    """Bytes the default device could still give: free memory of a GPU, all memory of a CPU; None if it does not say.
+
+    Under `jax.set_mesh` an array is on every device of the mesh: the one with least room decides.
+    """
+    with jax.ensure_compile_time_eval():
+        devices = jnp.zeros(()).devices()
+    known = [size for size in map(_free_bytes, devices) if size is not None]
+    return min(known, default=None)
+
+
+def _free_bytes(device: jax.Device) -> int | None:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

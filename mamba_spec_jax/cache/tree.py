@@ -34,8 +34,8 @@ def path_to(parents: Parents, node: Rows, width: int) -> Int32[jax.Array, "B wid
     exists = (node >= 0) & (node < T)
     on_path = jnp.take_along_axis(mask, jnp.clip(node, 0, T - 1)[:, None, None], axis=1)[:, 0] & exists[:, None]
     depth = jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
-    here = on_path[:, None] & (depth[:, None] == jnp.arange(width, dtype=jnp.int32)[:, None])  # [B, width, T]
-    return jnp.max(jnp.where(here, nodes, -1), axis=-1)
+    here = on_path[:, None] & (depth[:, None] == jnp.arange(width, dtype=jnp.int32)[None, :, None])  # [B, width, T]
+    return jnp.max(jnp.where(here, nodes[None, None], -1), axis=-1)
 
 
 def check_parents(caller: str, parents: Any, shape: tuple[int, ...]) -> None:

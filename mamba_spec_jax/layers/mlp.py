@@ -105,7 +105,7 @@ class SparseMoE(nnx.Module):
             tokens = self.latent_in(tokens)
 
         chosen = experts.reshape(-1)
-        order = jnp.argsort(chosen)
+        order = jnp.argsort(chosen).astype(jnp.int32)
         group_sizes = jnp.bincount(chosen, length=self.down_proj.shape[0]).astype(jnp.int32)
         expanded = self._expand(tokens[order // self.top_k], group_sizes)
         mixed = _grouped_dot(expanded, self.down_proj[...], group_sizes)

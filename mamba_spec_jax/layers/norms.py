@@ -24,9 +24,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         normed = _unit_rms(x.astype(jnp.float32), self.eps)
+        weight = _over(x, self.weight)
         if self.zero_centered:
-            return ((1 + self.weight[...].astype(jnp.float32)) * normed).astype(x.dtype)
-        return self.weight[...].astype(x.dtype) * normed.astype(x.dtype)
+            return ((1 + weight.astype(jnp.float32)) * normed).astype(x.dtype)
+        return weight.astype(x.dtype) * normed.astype(x.dtype)
 
 
 class GatedRMSNorm(nnx.Module):
@@ -47,11 +48,12 @@ class GatedRMSNorm(nnx.Module):
         self.gate = gate
 
     def __call__(self, x: Array, gate: Array) -> Array:
+        weight = _over(x, self.weight)
         if self.before_gate:
-            normed = self._norm(x.astype(jnp.float32)) * self.weight[...].astype(jnp.float32)
+            normed = self._norm(x.astype(jnp.float32)) * weight.astype(jnp.float32)
             return (normed * self._activated(gate)).astype(x.dtype)
         gated = x.astype(jnp.float32) * self._activated(gate)
-        return self.weight[...] * self._norm(gated).astype(x.dtype)
+        return weight * self._norm(gated).astype(x.dtype)
 
     def _activated(self, gate: Array) -> Array:
         return GATES[self.gate](gate.astype(jnp.float32))
@@ -67,3 +69,8 @@ def apply_gate(x: Array, gate: Array) -> Array:
 
 def _unit_rms(x: Array, eps: float) -> Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def _over(x: Array, weight: nnx.Param) -> Array:
+    """A weight of x's last axis with as many axes as x has: a caller may forbid implicit broadcasting of ranks."""
+    return jnp.expand_dims(weight[...], tuple(range(x.ndim - 1)))

@@ -28,7 +28,7 @@ def apply_rotary(
         return jnp.concatenate([apply_rotary(x[..., :dim], positions, theta, None, scaling), x[..., dim:]], axis=-1)
     half = x.shape[-1] // 2
     frequencies = plain_frequencies(theta, 2 * half) if scaling is None else scaling.frequencies(theta, 2 * half)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling is not None and scaling.magnitude != 1:

@@ -74,5 +74,5 @@ class SigmoidRouter(nnx.Module):
         groups = self.routing.groups
         best_two, _ = jax.lax.top_k(choice.reshape(len(choice), groups, -1), 2)
         _, chosen = jax.lax.top_k(jnp.sum(best_two, axis=-1), self.routing.top_groups)
-        in_group = jnp.any(chosen[:, :, None] == jnp.arange(groups), axis=1)
+        in_group = jnp.any(chosen[:, :, None] == jnp.arange(groups, dtype=jnp.int32), axis=1)
         return jnp.repeat(in_group, choice.shape[-1] // groups, axis=-1)

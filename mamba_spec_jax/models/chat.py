@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from mamba_spec_jax.models.checkpoint import read_json
+from mamba_spec_jax.models.checkpoint import read_json, read_text
 from mamba_spec_jax.models.hf_config import HFConfig
+from mamba_spec_jax.models.template_limits import MOST_TEXT, LimitedSandbox, LimitExceeded, limited, limited_filter
 
 _FILE = "chat_template.jinja"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -65,9 +65,13 @@ class ChatTemplate:
             given.add("add_generation_prompt")
         try:
             self._require_read(given, self.templates[name])
-            return _compile(self.templates[name]).render(
-                {"documents": None, "add_generation_prompt": add_generation_prompt} | {**self.special_tokens} | plain
-            )
+            with limited() as charge:
+                values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
+                pieces = []
+                for piece in _compile(self.templates[name]).generate(values | plain):
+                    charge(len(piece))
+                    pieces.append(piece)
+            return "".join(pieces)
         except _Unread as error:
             raise ValueError(str(error)) from None
         except TemplateSyntaxError as error:
@@ -76,6 +80,8 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template of {self.source} tries to reach outside its sandbox and is not used: {error}"
             ) from error
+        except LimitExceeded as error:
+            raise ValueError(f"the chat template of {self.source} is not used: {error}") from error
         except _Refusal as error:
             raise ValueError(f"the chat template of {self.source} refuses these messages: {error}") from error
         except Exception as error:  # a template can fail in any way
@@ -97,7 +103,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     special = {name: _token(config, name) for name in _SPECIAL_TOKENS if config.has(name)}
     file = folder / _FILE
     if file.exists():
-        return ChatTemplate({_DEFAULT: file.read_text(encoding="utf-8")}, special, str(file))
+        return ChatTemplate({_DEFAULT: read_text(file)}, special, str(file))
     if not config.has("chat_template"):
         return None
     return ChatTemplate(_named_templates(config), special, str(path))
@@ -150,7 +156,7 @@ class _Refusal(TemplateError):
     """What a template raises by `raise_exception`."""
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
+class _Sandbox(LimitedSandbox):
     """Unsafe access is an error at once; by itself the sandbox renders a mere mention of it as nothing."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
@@ -198,12 +204,14 @@ def _variables(text: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=16)
 def _compile(text: str) -> Any:
+    if len(text) > MOST_TEXT:
+        raise LimitExceeded(f"it has {len(text)} characters, expected {MOST_TEXT} at most")
     return _environment().from_string(text)
 
 
 def _environment() -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = limited_filter("tojson", _to_json)
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

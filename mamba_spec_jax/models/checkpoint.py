@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import huggingface_hub
 import numpy as np
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
+
+from mamba_spec_jax.cache.memory import format_bytes
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -24,6 +27,12 @@ CONSTANTS = (
     "inv_freq", "cos_cached", "sin_cached", ".position_ids", ".masked_bias", "attention.bias", "attn.bias",
     ".mup_vector",
 )  # fmt: skip
+# Above what published checkpoints have, and small enough to be parsed in a second.
+_MOST_BYTES = {"tokenizer.json": 2**26, _INDEX: 2**25}
+_MOST_BYTES_OF_OTHERS = 2**22
+_MOST_CONTAINERS = 200_000  # in a JSON file
+_MOST_HEADER = 2**25  # bytes that describe the weights of a safetensors file
+_SUFFIX = ".safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Reading maps a file into memory, where what was read stays until the file is closed. Files are closed whenever this
 # part of all weights has been read, so that it is most of what lies in memory twice.
@@ -68,13 +77,60 @@ def locate(
 
 
 def read_json(path: Path) -> Any:
-    """A parsed JSON file; ValueError if it is absent or not JSON."""
+    """A parsed JSON file; ValueError if it is absent, not JSON, or larger or deeper than any honest one."""
+    text = read_text(path)
+    # Brackets inside strings are counted too: an honest file has few of either.
+    if sum(map(text.count, "[{")) > _MOST_CONTAINERS:
+        raise ValueError(f"{path} has more than {_MOST_CONTAINERS} lists and objects, which no checkpoint needs")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path.parent} has no {path.name}") from error
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deep") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    """A file's text; ValueError if it is absent, not a regular file, too large, or not UTF-8."""
+    most = check_file(path)
+    with path.open("rb") as file:
+        content = file.read(most + 1)  # a file may say that it is empty and never end
+    if len(content) > most:
+        raise ValueError(f"{path} is larger than {format_bytes(most)}, the most that such a file may have")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+
+
+def check_file(path: Path) -> int:
+    """The most bytes a file of this name may have; ValueError if there is none, or it is larger or not a regular file.
+
+    Nothing is opened: opening a pipe would wait for its writer.
+    """
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(f"{path.parent} has no {path.name}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is a directory, pipe or device, expected a regular file")
+    most = _MOST_BYTES.get(path.name, _MOST_BYTES_OF_OTHERS)
+    if status.st_size > most and path.suffix != _SUFFIX:
+        raise ValueError(
+            f"{path} has {format_bytes(status.st_size)}, but such a file may have {format_bytes(most)} at most"
+        )
+    return most
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has {twice!r} twice")
+    return values
 
 
 class WeightFiles:
@@ -166,7 +222,12 @@ def _check_dtype(path: Path, name: str, dtype: str, expected: Sequence[str]) -> 
 
 
 def _open(path: Path) -> Any:
+    check_file(path)
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if header > _MOST_HEADER:
+        raise ValueError(f"{path} has a header of {header} bytes, expected {_MOST_HEADER} at most: it is damaged")
     try:
         return safe_open(path, framework="numpy")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a complete safetensors file: {error}") from error

@@ -5,6 +5,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _REQUIRED = object()
+# The largest integer under a key with this word in its name: far above what published checkpoints have, and small enough
+# that lists of so many layers, experts or rows of heads are no burden.
+_MOST = {
+    "position": 2**31 - 1,
+    "window": 2**31 - 1,
+    "length": 2**31 - 1,
+    "vocab": 2**24,
+    "layers": 2**10,
+    "experts": 2**13,
+    "heads": 2**12,
+    "head_dim": 2**12,
+    "state": 2**12,
+}
+_MOST_OF_OTHERS = 2**20
 _TAGGED_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
@@ -45,6 +59,9 @@ class HFConfig:
         value = self._get(key, default)
         if not _is_integer(value) or value < minimum:
             raise self.refusal(key, f"an integer of at least {minimum}")
+        most = next((limit for part, limit in _MOST.items() if part in key), _MOST_OF_OTHERS)
+        if value > most:
+            raise self.refusal(key, f"an integer of at most {most}")
         return value
 
     def number(self, key: str, default: Any = _REQUIRED, *, positive: bool = False) -> float:

@@ -13,7 +13,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.cache.memory import require_fits
-from mamba_spec_jax.models.checkpoint import WeightFiles, read_json
+from mamba_spec_jax.models.checkpoint import WeightFiles, check_file, read_json
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import family_of
 from mamba_spec_jax.models.families.base import Family, Weight
@@ -61,6 +61,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
+    check_file(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -74,6 +75,10 @@ def read_params(
     model: HybridModel, family: Family, files: WeightFiles, folder: Path, where: tuple, progress: bool | None
 ) -> Any:
     """The weights of `model` from `files`; `where` is the device, mesh and rules of `place_all`."""
+    # Before anything is made of each layer and expert: there are as many weights at least.
+    least = len(model.config.layer_types)
+    if len(files.shapes) < least:
+        raise ValueError(f"{folder} has {len(files.shapes)} weights, but {least} layers by its config.json")
     abstract = nnx.to_flat_state(model.abstract_params())
     leaves = {".".join(map(str, path)): leaf for path, leaf in abstract}
     weights = list(family.weights(model.config))

@@ -151,7 +151,7 @@ def accept(
 
 def _emit_chain(draft: Draft, accepted: Rows, last: Rows, failed: RowFlags) -> AcceptResult:
     accept_lens = jnp.where(draft.slots >= 0, accepted + 1 - failed.astype(jnp.int32), 0)
-    nodes = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
+    nodes = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
     following = jnp.concatenate([draft.tokens[:, 1:], last[:, None]], axis=1)
     tokens = jnp.where(nodes == accepted[:, None], last[:, None], following)
     emitted = nodes < accept_lens[:, None]
@@ -164,8 +164,8 @@ def _emit_path(draft: Draft, node: Rows, last: Rows, failed: RowFlags) -> Accept
     path = path_to(parents, jnp.where(draft.slots >= 0, node, -1), draft.tokens.shape[1])
     accepted = jnp.take_along_axis(draft.tokens, jnp.maximum(path[:, 1:], 0), axis=1)
     following = jnp.concatenate([accepted, last[:, None]], axis=1)
-    columns = jnp.arange(path.shape[1], dtype=jnp.int32)
-    reached = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
+    columns = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+    reached = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)[None]
     tokens = jnp.where(columns == reached[:, None] - 1, last[:, None], following)
     accept_lens = jnp.where(draft.slots >= 0, reached - failed.astype(jnp.int32), 0)
     emitted = columns < accept_lens[:, None]
@@ -205,7 +205,7 @@ def _reject(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) -> tup
 
 
 def _proposed(draft: Draft) -> Bool[Array, "B K"]:
-    return jnp.arange(draft.tokens.shape[1] - 1, dtype=jnp.int32) < draft.lengths[:, None]
+    return jnp.arange(draft.tokens.shape[1] - 1, dtype=jnp.int32)[None] < draft.lengths[:, None]
 
 
 def _leading(flags: Bool[Array, "B K"]) -> Rows:
@@ -220,7 +220,7 @@ def _own_log_probs(logits: Logits, result: AcceptResult) -> Float[Array, "B T"]:
     if result.path is None:
         chosen = jnp.take_along_axis(log_probs, tokens[..., None], axis=2)[..., 0]
     else:
-        chosen = log_probs[jnp.arange(tokens.shape[0])[:, None], jnp.maximum(result.path, 0), tokens]
+        chosen = log_probs[jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None], jnp.maximum(result.path, 0), tokens]
     return jnp.where(emitted, chosen, 0.0)
 
 

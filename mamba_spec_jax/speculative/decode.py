@@ -60,7 +60,9 @@ class Statistics:
     @property
     def emitted(self) -> Rows:
         """`[B]` tokens emitted."""
-        return jnp.sum(self.histogram * jnp.arange(1, self.histogram.shape[1] + 1), axis=1)
+        return jnp.sum(
+            self.histogram * jnp.arange(1, self.histogram.shape[1] + 1, dtype=jnp.int32)[None], axis=1, dtype=jnp.int32
+        )
 
     @property
     def mean_acceptance_length(self) -> Float[Array, ""]:
@@ -170,7 +172,7 @@ def speculative_decode_step(
     output = model.verify(params, draft, state.cache)
     if output.record is None:
         raise ValueError(f"{type(model).__name__}.verify returned no record, expected what its commit needs")
-    depth = jnp.arange(num_drafts + 1, dtype=jnp.int32) if draft.parents is None else depths(draft.parents)
+    depth = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None] if draft.parents is None else depths(draft.parents)
     to_come = requests.min_new - state.new_tokens
     result = accept(
         method,
@@ -269,17 +271,17 @@ def _progress(draft: Draft, output: ModelOutput, result: AcceptResult) -> Progre
 
 def _append(buffer: Array, lengths: Rows, window: Array, counts: Rows) -> Array:
     """Writes the first `counts[b]` columns of each row's window behind its real tokens."""
-    columns = jnp.arange(window.shape[1])
+    columns = jnp.arange(window.shape[1], dtype=jnp.int32)[None]
     index = jnp.where(columns < counts[:, None], lengths[:, None] + columns, buffer.shape[1])
-    rows = jnp.arange(buffer.shape[0])[:, None]
+    rows = jnp.arange(buffer.shape[0], dtype=jnp.int32)[:, None]
     return buffer.at[rows, index].set(window.astype(buffer.dtype), mode="drop")
 
 
 def _count(statistics: Statistics, draft: Draft, accept_lens: Rows, active: RowFlags) -> Statistics:
-    lengths = jnp.arange(1, statistics.histogram.shape[1] + 1)
+    lengths = jnp.arange(1, statistics.histogram.shape[1] + 1, dtype=jnp.int32)[None]
     drafted = draft.lengths
     if draft.parents is not None:
-        real = jnp.arange(draft.parents.shape[1], dtype=jnp.int32) <= draft.lengths[:, None]
+        real = jnp.arange(draft.parents.shape[1], dtype=jnp.int32)[None] <= draft.lengths[:, None]
         drafted = jnp.sum(real & (draft.parents >= 0), axis=1, dtype=jnp.int32)
     return Statistics(
         passes=statistics.passes + active.astype(jnp.int32),

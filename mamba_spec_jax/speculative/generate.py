@@ -353,7 +353,7 @@ def _compiled_programs() -> int:
 
 
 def _window(tokens: Tokens, start: Rows, size: int) -> Tokens:
-    columns = start[:, None] + jnp.arange(size)
+    columns = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     return jnp.take_along_axis(tokens, jnp.minimum(columns, tokens.shape[1] - 1), axis=1)
 
 
@@ -375,7 +375,7 @@ def _foreseen(drafts: Tokens, parents: Parents | None, counts: Rows, starts: Row
         reached = jnp.take_along_axis(depth, node[:, None], axis=1)[:, 0]
         return jnp.where(counts < 0, -1, jnp.minimum(reached, decoded))
     following = _window(state.tokens, starts, drafts.shape[1])
-    real = jnp.arange(drafts.shape[1]) < jnp.minimum(counts, decoded)[:, None]
+    real = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None] < jnp.minimum(counts, decoded)[:, None]
     right = jnp.cumprod(real & (drafts == following), axis=1, dtype=jnp.int32)
     return jnp.where(counts < 0, -1, jnp.sum(right, axis=1, dtype=jnp.int32))
 

@@ -13,7 +13,7 @@ def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B 
 
 def without(q: Float[Array, "B V"], tokens: Rows) -> Float[Array, "B V"]:
     """The distribution of the next sibling, drawn from q without replacement after `tokens`; zero if q had no other."""
-    rest = jnp.where(jnp.arange(q.shape[-1], dtype=jnp.int32) == tokens[:, None], 0, q)
+    rest = jnp.where(jnp.arange(q.shape[-1], dtype=jnp.int32)[None] == tokens[:, None], 0, q)
     return normalised(rest)
 
 

@@ -118,8 +118,9 @@ def filtered_log_probs(
     log_probs = jax.nn.log_softmax(centred / jnp.where(drawn, temperature, 1), axis=-1)
     if filters is not None:
         log_probs = filters.apply(log_probs, drawn)
-    best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32) == jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    return jnp.where(drawn, log_probs, jnp.where(best, 0.0, -jnp.inf))
+    best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    best = best == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(drawn, log_probs, jnp.where(best, jnp.float32(0), -jnp.inf))
 
 
 def draw_keys(seeds: Seeds, positions: Int32[Array, "B *N"], purpose: Purpose) -> Array:

@@ -99,10 +99,11 @@ class StopConditions:
             depths: `[T]` or `[B, T]` tokens of the verify pass in front of each node, the root not counted.
         """
         early = depths < to_come[:, None]
-        return early[..., None] & self.is_eos(jnp.arange(vocab_size, dtype=jnp.int32))
+        return early[..., None] & self.is_eos(jnp.arange(vocab_size, dtype=jnp.int32))[None, None]
 
     def is_eos(self, tokens: Int32[Array, "*N"]) -> Bool[Array, "*N"]:
-        return jnp.any((tokens[..., None] == self.eos_ids) & (self.eos_ids >= 0), axis=-1)
+        ids = jnp.expand_dims(self.eos_ids, range(tokens.ndim))
+        return jnp.any((tokens[..., None] == ids) & (ids >= 0), axis=-1)
 
 
 @flax.struct.dataclass
@@ -146,7 +147,7 @@ def limit_accept(
     """
     lengths = result.accept_lens
     failed = jnp.zeros(lengths.shape, bool) if result.failed is None else result.failed
-    columns = jnp.arange(result.tokens.shape[1], dtype=jnp.int32)
+    columns = jnp.arange(result.tokens.shape[1], dtype=jnp.int32)[None]
     may_stop = columns >= to_come[:, None]
     first_eos = _first(stops.is_eos(result.tokens) & may_stop & (columns < lengths[:, None]))
     first_match = jnp.full_like(first_eos, columns.size)
@@ -189,7 +190,7 @@ def _node(path: Tokens | None, column: Rows) -> Rows:
 def _first(flags: Bool[Array, "B T"]) -> Rows:
     """The first column whose flag is set, T if none is."""
     width = flags.shape[1]
-    return jnp.min(jnp.where(flags, jnp.arange(width, dtype=jnp.int32), width), axis=1).astype(jnp.int32)
+    return jnp.min(jnp.where(flags, jnp.arange(width, dtype=jnp.int32)[None], width), axis=1).astype(jnp.int32)
 
 
 def checked_ids(eos_ids: Sequence[int]) -> np.ndarray:

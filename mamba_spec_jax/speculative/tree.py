@@ -129,5 +129,5 @@ def select_best(joint_log_probs: Float[Array, "B N"], parents: Int32[Array, "B N
     matches = wanted[:, :, None] == nodes[:, None]  # [B, T, T]
     place = jnp.argmax(matches, axis=-1).astype(jnp.int32)
     lengths = jnp.sum(possible, axis=1, dtype=jnp.int32) - 1
-    real = jnp.arange(T, dtype=jnp.int32) <= lengths[:, None]
+    real = jnp.arange(T, dtype=jnp.int32)[None] <= lengths[:, None]
     return SelectedTree(nodes, jnp.where(real & jnp.any(matches, axis=-1), place, -1), lengths)

@@ -88,8 +88,9 @@ def reject_tree(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) ->
 def _candidates(draft: Draft, parents: Parents) -> Bool[Array, "B T"]:
     """The nodes that may be accepted: drafted, and the first of their siblings with their token."""
     nodes = jnp.arange(parents.shape[1], dtype=jnp.int32)
-    usable = (nodes <= draft.lengths[:, None]) & (parents >= 0)
-    siblings = (parents[:, :, None] == parents[:, None]) & (nodes[:, None] > nodes)  # [B, T, T], earlier ones
+    usable = (nodes[None] <= draft.lengths[:, None]) & (parents >= 0)
+    earlier = (nodes[:, None] > nodes[None])[None]
+    siblings = (parents[:, :, None] == parents[:, None]) & earlier  # [B, T, T]
     repeated = siblings & (draft.tokens[:, :, None] == draft.tokens[:, None]) & usable[:, None]
     return usable & ~jnp.any(repeated, axis=-1)
 
@@ -97,7 +98,7 @@ def _candidates(draft: Draft, parents: Parents) -> Bool[Array, "B T"]:
 def _sibling_uniforms(parents: Parents, seeds: Seeds, positions: Tokens) -> Float[Array, "B T"]:
     """One draw a node, of (seed, position, how many siblings come before it); an only child's is a chain's."""
     nodes = jnp.arange(parents.shape[1], dtype=jnp.int32)
-    siblings = (parents[:, :, None] == parents[:, None]) & (nodes[:, None] > nodes)
+    siblings = (parents[:, :, None] == parents[:, None]) & (nodes[:, None] > nodes[None])[None]
     rank = jnp.sum(siblings, axis=-1, dtype=jnp.int32)
     at_parent = jnp.take_along_axis(positions, jnp.maximum(parents, 0), axis=1)
     keys = draw_keys(seeds, at_parent, Purpose.ACCEPT)

@@ -56,9 +56,9 @@ def _convolve(
         neighbours = (history[:, tap : tap + T] for tap in range(width))
     else:
         neighbours = _along_paths(history, parents, width)
-    total = jnp.asarray(sum(rounded(neighbour * weight[tap]) for tap, neighbour in enumerate(neighbours)))
+    total = jnp.asarray(sum(rounded(neighbour * weight[None, None, tap]) for tap, neighbour in enumerate(neighbours)))
     if bias is not None:
-        total = total + bias.astype(jnp.float32)
+        total = total + bias.astype(jnp.float32)[None, None]
     return total
 
 
@@ -76,5 +76,5 @@ def _along_paths(history: jax.Array, parents: jax.Array, width: int) -> Iterator
 def _advance_window(window: jax.Array, inputs: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """The last W-1 inputs after each row's first `num_tokens[b]` ones."""
     history = jnp.concatenate([window, inputs], axis=1)
-    index = num_tokens[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)
+    index = num_tokens[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(history, index[:, :, None], axis=1)

@@ -61,14 +61,18 @@ def attend(
         return new_top, total * keep + weights.sum(-1), mixed * keep[..., None] + update
 
     shape = (B, Hkv, Hq // Hkv, T)
-    carry = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, Dh)))
+    carry = (
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, Dh), jnp.float32),
+    )
     blocks = -(-kv_len // block)
     visited = jnp.minimum(-(-jnp.max(ends) // block), blocks) if ends_early else blocks
-    begin: jax.Array | int = 0
+    begin = jnp.int32(0)
     if ends_early and window.since is not None:
         first = jnp.min(jnp.where(ends > 0, window.since, jnp.max(ends)))
         begin = jnp.clip(first // block, 0, visited)
-    _, total, mixed = jax.lax.fori_loop(begin, visited, visit, carry)
+    _, total, mixed = jax.lax.fori_loop(begin, jnp.int32(visited), visit, carry)
     mixed = mixed / jnp.where(total > 0, total, 1)[..., None]  # rows that see nothing give zeros
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, Hq, Dh).astype(query.dtype)
 
@@ -92,7 +96,9 @@ def _before(position: jax.Array, window: Window, width: int) -> jax.Array:
 def _read_rows(buffer: jax.Array, slots: jax.Array, start: jax.Array, size: int) -> jax.Array:
     """`[B, size, Hkv, Dh]`: one gather of contiguous slices; rows of padding slots are masked by the caller."""
 
+    zero = jnp.int32(0)  # the indices have one dtype, which is not that of Python's 0 in 64-bit mode
+
     def read(slot):
-        return jax.lax.dynamic_slice(buffer, (slot, start, 0, 0), (1, size, *buffer.shape[2:]))[0]
+        return jax.lax.dynamic_slice(buffer, (slot, start, zero, zero), (1, size, *buffer.shape[2:]))[0]
 
     return jax.vmap(read)(jnp.maximum(slots, 0))

@@ -46,8 +46,8 @@ def gates(a: jax.Array, b: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> t
     """
     a, b, A_log, dt_bias = (leaf.astype(jnp.float32) for leaf in (a, b, A_log, dt_bias))
     rate = alike(jnp.exp, A_log)
-    steps = alike(jax.nn.softplus, a + dt_bias)
-    return -(rate[:, None] if a.ndim == 4 else rate) * steps, alike(jax.nn.sigmoid, b)
+    steps = alike(jax.nn.softplus, a + dt_bias[None, None])
+    return -(rate[None, None, :, None] if a.ndim == 4 else rate[None, None]) * steps, alike(jax.nn.sigmoid, b)
 
 
 def unit_tokens(tokens: Tokens, scale: float) -> Tokens:
@@ -125,7 +125,7 @@ def step_tree(
     for as long as the layer runs. Arguments as `step_scan`'s; parents is `[B, T]` int32, -1 or an earlier node.
     """
     B, T = parents.shape
-    rows = jnp.arange(B)
+    rows = jnp.arange(B, dtype=jnp.int32)
     layer = 0 if snapshots is None else index
     states = jnp.zeros((1, B, T, *state.shape[1:]), state.dtype) if snapshots is None else snapshots
 
@@ -152,7 +152,7 @@ def fold(state: jax.Array, tokens: Tokens, num_tokens: jax.Array) -> jax.Array:
         return jnp.where(_rows(t < num_tokens, new), new, state)
 
     longest = jnp.clip(jnp.max(num_tokens), 0, tokens.k.shape[1])
-    return jax.lax.fori_loop(0, longest, step, state)
+    return jax.lax.fori_loop(jnp.int32(0), longest, step, state)
 
 
 def per_head(leaf: jax.Array, heads: int, axis: int = 1) -> jax.Array:
@@ -165,7 +165,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _numbered(leaves: Tokens) -> tuple[Tokens, jax.Array]:
-    return leaves, jnp.arange(leaves.k.shape[0])
+    return leaves, jnp.arange(leaves.k.shape[0], dtype=jnp.int32)
 
 
 def _rows(flags: jax.Array, like: jax.Array) -> jax.Array:

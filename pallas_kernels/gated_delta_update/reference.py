@@ -51,7 +51,7 @@ def fold_history(call: Fold) -> jax.Array:
 
 def only_first(tokens: Tokens, num_tokens: jax.Array) -> Tokens:
     """The tokens with zeros behind each row's first `num_tokens[b]`: they change nothing, and their output is 0."""
-    real = jnp.arange(tokens.k.shape[1], dtype=jnp.int32) < num_tokens[:, None]
+    real = jnp.arange(tokens.k.shape[1], dtype=jnp.int32)[None] < num_tokens[:, None]
     return jax.tree.map(lambda leaf: tokens_where(real, leaf), tokens)
 
 

@@ -43,7 +43,7 @@ def window_scan(
         y `[B, T, H, P]` in float32, the snapshots.
     """
     h, window = h0.astype(jnp.float32), in_float32(inputs)
-    a = rounded(window.dt * A)
+    a = rounded(window.dt * A[None, None])
     sums = running_sums(a) if parents is None else path_sums(a, parents)
     visible = None if parents is None else ancestor_mask(parents)
     y = window_outputs(h, window, D, sums, visible)
@@ -72,7 +72,7 @@ def window_outputs(
     weights = jnp.where(seen[..., None], weights, 0)
     y = jnp.einsum("btjh,bjhp->bthp", weights, finite(window.x), precision=_EXACT)
     carried = jnp.einsum("bhpn,bthn->bthp", h, _heads(window.C, H), precision=_EXACT)
-    y = y + jnp.exp(sums[0])[..., None] * carried + D[:, None] * window.x
+    y = y + jnp.exp(sums[0])[..., None] * carried + D[None, None, :, None] * window.x
     return jnp.where(sees_any(seen, _spoilt(window))[..., None, None], jnp.nan, y)
 
 
@@ -88,10 +88,10 @@ def window_states(h: jax.Array, window: SSMInputs, sums: Sums, visible: jax.Arra
 
 def window_end(h: jax.Array, window: SSMInputs, A: jax.Array) -> jax.Array:
     """The state `[B, H, P, N]` after a chain; cheaper than the last of its `window_states`."""
-    sums = running_sums(rounded(window.dt * A))
+    sums = running_sums(rounded(window.dt * A[None, None]))
     to_end = jnp.exp(_difference([c[:, -1:] for c in sums], sums))
     weighted = (to_end * window.dt)[..., None] * finite(window.x)
-    whole = jnp.exp(jnp.sum(window.dt * A, axis=1))
+    whole = jnp.exp(jnp.sum(window.dt * A[None, None], axis=1))
     gained = jnp.einsum("bjhp,bjhn->bhpn", weighted, finite(_heads(window.B, h.shape[1])), precision=_EXACT)
     spoilt = jnp.any(_spoilt(window), axis=1)
     return jnp.where(spoilt[:, None, None, None], jnp.nan, h * whole[..., None, None] + gained)
@@ -99,7 +99,7 @@ def window_end(h: jax.Array, window: SSMInputs, A: jax.Array) -> jax.Array:
 
 def fold(h0: jax.Array, inputs: SSMInputs, A: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """The state after each row's first `num_tokens[b]` tokens, in float32; behind them may lie anything."""
-    exists = jnp.arange(inputs.dt.shape[1]) < num_tokens[:, None]
+    exists = jnp.arange(inputs.dt.shape[1], dtype=jnp.int32)[None] < num_tokens[:, None]
     window = jax.tree.map(lambda leaf: tokens_where(exists, leaf), in_float32(inputs))
     return window_end(h0.astype(jnp.float32), window, A)
 

@@ -79,7 +79,7 @@ def step_tree(
     kept for as long as the layer runs.
     """
     B, T = parents.shape
-    rows = jnp.arange(B)
+    rows = jnp.arange(B, dtype=jnp.int32)
     at = 0 if snapshots is None else layer
     states = jnp.zeros((1, B, T, *h0.shape[1:]), h0.dtype) if snapshots is None else snapshots
 
@@ -106,20 +106,20 @@ def fold(h0: jax.Array, inputs: SSMInputs, A: jax.Array, num_tokens: jax.Array) 
         return jnp.where((t < num_tokens)[:, None, None, None], after, h)
 
     most = jnp.minimum(jnp.max(num_tokens, initial=0), inputs.dt.shape[1])
-    return jax.lax.fori_loop(0, most, step, h0)
+    return jax.lax.fori_loop(jnp.int32(0), most, step, h0)
 
 
 def _advance(h: jax.Array, token: SSMInputs, decay: jax.Array, D: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The state after one token, rounded to its storage dtype, and the output, which reads the unrounded one."""
     h_new = state_step(h, token, decay)
-    y = contract(h_new, _per_head(token.C, h.shape[1])) + rounded(D[:, None] * token.x)
+    y = contract(h_new, _per_head(token.C, h.shape[1])) + rounded(D[None, :, None] * token.x)
     return h_new.astype(h.dtype), y
 
 
 def _scanned(inputs: SSMInputs, A: jax.Array) -> tuple[SSMInputs, jax.Array, jax.Array]:
     """What a loop over tokens reads: inputs and decays, time first, and each token's index."""
     tokens = jax.tree.map(lambda leaf: jnp.moveaxis(leaf.astype(jnp.float32), 1, 0), inputs)
-    return tokens, fenced(jnp.exp(tokens.dt * A)), jnp.arange(tokens.dt.shape[0])
+    return tokens, fenced(jnp.exp(tokens.dt * A[None, None])), jnp.arange(tokens.dt.shape[0], dtype=jnp.int32)
 
 
 def _per_head(grouped: jax.Array, heads: int) -> jax.Array:

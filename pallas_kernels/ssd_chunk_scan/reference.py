@@ -20,7 +20,7 @@ def chunk_scan(
     )
 
     def step(h, window):
-        y = dual.window_outputs(h, window, D, dual.running_sums(rounded(window.dt * A)))
+        y = dual.window_outputs(h, window, D, dual.running_sums(rounded(window.dt * A[None, None])))
         return dual.window_end(h, window, A), y
 
     h, y = jax.lax.scan(step, h0.astype(jnp.float32), chunks)

@@ -70,7 +70,7 @@ class Eagle3(nnx.Module):
         self.norm = RMSNorm(D, eps=config.norm_eps, param_dtype=policy.params)
         self.lm_head = nnx.Linear(D, drafted, use_bias=False, **options)
         self.d2t = nnx.Variable(jnp.zeros((drafted,), jnp.int32))
-        self.t2d = nnx.Variable(jnp.arange(config.vocab_size) < drafted)
+        self.t2d = nnx.Variable(jnp.arange(config.vocab_size, dtype=jnp.int32) < drafted)
 
     def features(self, hidden: tuple[Hidden, ...]) -> Hidden:
         return self.fc(jnp.concatenate(hidden, axis=-1))
@@ -81,7 +81,7 @@ class Eagle3(nnx.Module):
     def logits(self, hidden: Hidden, output: Array) -> Array:
         drafted = self.lm_head(self.norm(hidden)).astype(jnp.float32)
         tokens = jnp.arange(drafted.shape[-1], dtype=jnp.int32) + self.d2t[...]
-        everywhere = jnp.full((*drafted.shape[:-1], self.t2d.shape[0]), -jnp.inf)
+        everywhere = jnp.full((*drafted.shape[:-1], self.t2d.shape[0]), -jnp.inf, jnp.float32)
         return everywhere.at[..., tokens].set(drafted)
 
 

@@ -92,7 +92,7 @@ class DraftHead:
             slots=jnp.arange(lengths.size, dtype=jnp.int32),
             lengths=lengths,
             num_tokens=num_tokens,
-            positions=lengths[:, None] + jnp.arange(width, dtype=jnp.int32),
+            positions=lengths[:, None] + jnp.arange(width, dtype=jnp.int32)[None],
             mode=ForwardMode.DRAFT_EXTEND,
             kv_len=cache.max_len,
         )

@@ -61,7 +61,7 @@ class DFlashDrafter:
         """Proposes `num_drafts` tokens in every row; arguments as `Drafter.propose`'s."""
         root = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
         block = jnp.pad(root, ((0, 0), (0, num_drafts)), constant_values=self.mask_token)
-        positions = lengths[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)
+        positions = lengths[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None]
         share = -(-num_drafts // self.passes)
         for done in range(0, num_drafts, share):
             hidden, state = self.head.fill(params, block, state)

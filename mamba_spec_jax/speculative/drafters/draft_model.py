@@ -145,7 +145,7 @@ def _one_window(records: VerifyRecord) -> VerifyRecord:
 
     return VerifyRecord(
         slots=records.slots[0],
-        num_tokens=jnp.sum(records.num_tokens, axis=0),
+        num_tokens=jnp.sum(records.num_tokens, axis=0, dtype=jnp.int32),
         lengths=records.lengths[0],
         recurrent=join(records.recurrent),
         conv_inputs=join(records.conv_inputs),

@@ -89,7 +89,9 @@ class EagleDrafter:
         if at < num_drafts:
             first = at
             carry, more = jax.lax.scan(
-                lambda carry, at: step(carry, at, layers - 1, at - first), carry, jnp.arange(first, num_drafts)
+                lambda carry, at: step(carry, at, layers - 1, at - first),
+                carry,
+                jnp.arange(first, num_drafts, dtype=jnp.int32),
             )
             drafts.append(more.T)
         cache = dataclasses.replace(state.cache, kv=carry[2])

@@ -59,12 +59,14 @@ class NgramDrafter:
             raise ValueError(f"NgramDrafter got num_drafts={num_drafts}, expected 0..{self.max_drafts} (max_drafts)")
         # One plain maximum finds the longest match and, among equals, the latest.
         width = tokens.shape[1]
-        best = jnp.max(suffix_matches(tokens, lengths, self.max_ngram) * width + jnp.arange(width), axis=1)
+        best = jnp.max(
+            suffix_matches(tokens, lengths, self.max_ngram) * width + jnp.arange(width, dtype=jnp.int32)[None], axis=1
+        )
         found = best // width >= self.min_ngram
         continuation = continuations(tokens, lengths, (best % width)[:, None], num_drafts)[:, 0]
         return Proposal(
             tokens=jnp.where(found[:, None], continuation, 0),
-            lengths=jnp.where(found, num_drafts, 0).astype(jnp.int32),
+            lengths=jnp.where(found, jnp.int32(num_drafts), 0),
             state=state,
         )
 
@@ -84,7 +86,7 @@ def suffix_matches(tokens: Tokens, lengths: Rows, max_ngram: int) -> Int32[Array
         max_ngram: longest suffix tried (static); each token of it is one pass over `tokens`.
     """
     width = tokens.shape[1]
-    columns = jnp.arange(width, dtype=jnp.int32)
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
     last = lengths[:, None] - 1
     runs = jnp.broadcast_to(columns < last, tokens.shape)
     matched = jnp.zeros(tokens.shape, jnp.int32)
@@ -100,8 +102,8 @@ def continuations(tokens: Tokens, lengths: Rows, ends: Int32[Array, "B R"], num_
     """The `num_drafts` tokens behind each of the columns `ends`, reading on into themselves where the text ends."""
     start = ends + 1
     period = jnp.maximum(lengths[:, None] - start, 1)
-    source = start[..., None] + jnp.arange(num_drafts, dtype=jnp.int32) % period[..., None]
-    rows = jnp.arange(tokens.shape[0])[:, None, None]
+    source = start[..., None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, None] % period[..., None]
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
     return tokens[rows, jnp.clip(source, 0, tokens.shape[1] - 1)]
 
 

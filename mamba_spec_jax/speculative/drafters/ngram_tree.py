@@ -60,12 +60,14 @@ class NgramTreeDrafter:
             )
         width = tokens.shape[1]
         matched = suffix_matches(tokens, lengths, self.max_ngram)
-        ranked, ends = jax.lax.top_k(matched * width + jnp.arange(width), min(self.max_branches, width))
+        ranked, ends = jax.lax.top_k(
+            matched * width + jnp.arange(width, dtype=jnp.int32)[None], min(self.max_branches, width)
+        )
         found = ranked // width >= self.min_ngram  # [B, R]
         branches = continuations(tokens, lengths, ends, num_drafts)  # [B, R, K]
         candidates, parents, possible = _candidates(branches, found)
-        tree = select_best(jnp.where(possible, 0.0, -jnp.inf), parents, num_drafts + 1)
-        drafted = jnp.arange(num_drafts, dtype=jnp.int32) < tree.lengths[:, None]
+        tree = select_best(jnp.where(possible, jnp.float32(0), -jnp.inf), parents, num_drafts + 1)
+        drafted = jnp.arange(num_drafts, dtype=jnp.int32)[None] < tree.lengths[:, None]
         return Proposal(
             tokens=jnp.where(drafted, jnp.take_along_axis(candidates, tree.nodes[:, 1:], axis=1), 0),
             lengths=tree.lengths,
@@ -92,10 +94,11 @@ def _candidates(branches: Int32[Array, "B R K"], found: Array) -> tuple[Tokens, 
     place[rank[order], depth[order]] = 1 + np.arange(R * K)
     # Two branches share their first nodes, as far as they agree; a node belongs to the best branch that has it.
     agree = jnp.cumprod(branches[:, :, None] == branches[:, None], axis=-1, dtype=jnp.int32)  # [B, R, R, K]
-    owner = jnp.argmax(agree, axis=1)  # [B, R, K]; the first of those that agree with branch r, at most r itself
-    above = jnp.asarray(place)[owner[..., :-1], np.arange(K - 1)]
+    # [B, R, K]; the first of those that agree with branch r, at most r itself
+    owner = jnp.argmax(agree, axis=1).astype(jnp.int32)
+    above = jnp.asarray(place)[owner[..., :-1], np.arange(K - 1, dtype=np.int32)]
     above = jnp.concatenate([jnp.zeros((B, R, min(K, 1)), jnp.int32), above], axis=-1)
-    possible = (owner == np.arange(R)[:, None]) & found[..., None]
+    possible = (owner == np.arange(R, dtype=np.int32)[None, :, None]) & found[..., None]
 
     def with_root(nodes: Array, root: Any) -> Array:
         return jnp.concatenate([jnp.full((B, 1), root, nodes.dtype), nodes[:, rank[order], depth[order]]], axis=1)
