@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Tokens
+from pallas_kernels.arithmetic import alike
 
 
 def apply_rotary(
@@ -16,4 +17,4 @@ def apply_rotary(
     angles = positions[..., None].astype(jnp.float32) * frequencies
     angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None]
     rotated = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
-    return x * jnp.cos(angles).astype(x.dtype) + rotated * jnp.sin(angles).astype(x.dtype)
+    return x * alike(jnp.cos, angles).astype(x.dtype) + rotated * alike(jnp.sin, angles).astype(x.dtype)

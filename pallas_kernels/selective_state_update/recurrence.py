@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arithmetic import contract, fenced, rounded
+from pallas_kernels.arithmetic import alike, contract, rounded
 
 
 class SSMInputs(NamedTuple):
@@ -116,7 +116,7 @@ def _advance(h: jax.Array, token: SSMInputs, decay: jax.Array, D: jax.Array) -> 
 def _scanned(inputs: SSMInputs, A: jax.Array) -> tuple[SSMInputs, jax.Array, jax.Array]:
     """What a loop over tokens reads: inputs and decays, time first, and each token's index."""
     tokens = jax.tree.map(lambda leaf: jnp.moveaxis(leaf.astype(jnp.float32), 1, 0), inputs)
-    return tokens, fenced(jnp.exp(tokens.dt * A)), jnp.arange(tokens.dt.shape[0])
+    return tokens, alike(jnp.exp, rounded(tokens.dt * A)), jnp.arange(tokens.dt.shape[0])
 
 
 def _per_head(grouped: jax.Array, heads: int) -> jax.Array:
