@@ -43,12 +43,13 @@ def contract(matrix: jax.Array, vector: jax.Array) -> jax.Array:
 
 
 def alike(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """An elementwise function whose bits do not depend on how many numbers it is given.
+    """An elementwise function whose bits do not depend on how many numbers it is given, nor on an element's index.
 
     A CPU's vector loop computes an exponential otherwise than the code for what is left over (measured on jax 0.10.2:
-    sizes of 3, 5, 6, 7 and 15), so there nothing may be left over. A GPU's threads compute one number each.
+    sizes of 3, 5, 6, 7 and 15; on 0.12 a silu of `[25, 7]`), so there nothing may be left over: the loop is over whole
+    vectors. A GPU's threads compute one number each.
     """
     if dispatch.target().platform != "cpu":
         return function(x)
-    padded = fenced(jnp.pad(x.reshape(-1), (0, -x.size % _LANES)))
-    return fenced(function(padded))[: x.size].reshape(x.shape)
+    padded = fenced(jnp.pad(x.reshape(-1), (0, -x.size % _LANES)).reshape(-1, _LANES))
+    return fenced(function(padded)).reshape(-1)[: x.size].reshape(x.shape)

@@ -15,7 +15,7 @@ from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.cache.pools import LeafSpec
 from mamba_spec_jax.modes import SpeculativeMode
 from pallas_kernels import selective_state_update, ssd_chunk_scan
-from pallas_kernels.arithmetic import fenced
+from pallas_kernels.arithmetic import alike, fenced
 from pallas_kernels.ring import Ring
 from pallas_kernels.selective_state_update.recurrence import SSMInputs, fold
 
@@ -99,7 +99,8 @@ class Mamba2(Recurrence):
         B, T, _ = mixed.shape
         inner = self.heads * self.head_dim
         x, b, c = jnp.split(mixed, [inner, inner + self.groups * self.state], axis=-1)
-        dt = jax.nn.softplus(inputs.dt.astype(jnp.float32) + inputs.weights.dt_bias.astype(jnp.float32)[None, None])
+        bias = inputs.weights.dt_bias.astype(jnp.float32)[None, None]
+        dt = alike(jax.nn.softplus, inputs.dt.astype(jnp.float32) + bias)
         dt = fenced(jnp.where(batch.is_real[..., None], jnp.clip(dt, *self.dt_limits), 0))
         return SSMInputs(
             x=x.reshape(B, T, self.heads, self.head_dim),

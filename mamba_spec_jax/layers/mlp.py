@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_spec_jax.array_types import Array, Hidden
-from mamba_spec_jax.layers.projections import LowRank, scaled
+from mamba_spec_jax.layers.projections import Linear, LowRank, grouped_matmul, scaled
 from mamba_spec_jax.layers.routing import SigmoidRouter, SigmoidRouting, SoftmaxRouter
+from pallas_kernels.arithmetic import alike
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -29,7 +30,7 @@ class GatedMLP(nnx.Module):
         self, size: int, intermediate: int, *, activation: str = "silu", bias: bool = False,
         gate_multiplier: float = 1.0, multiplier: float = 1.0, dtype, param_dtype, rngs: nnx.Rngs,
     ):  # fmt: skip
-        linear = functools.partial(nnx.Linear, use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = functools.partial(Linear, use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.input_linear = linear(size, 2 * intermediate)
         self.output_linear = linear(intermediate, size)
         self.activation = activation
@@ -43,7 +44,7 @@ class GatedMLP(nnx.Module):
             projected = projected + adapter(x)
         gate, up = jnp.split(projected, 2, axis=-1)
         gate = scaled(gate, self.gate_multiplier)
-        return scaled(self.output_linear(ACTIVATIONS[self.activation](gate) * up), self.multiplier)
+        return scaled(self.output_linear(alike(ACTIVATIONS[self.activation], gate) * up), self.multiplier)
 
 
 class MLP(nnx.Module):
@@ -52,13 +53,13 @@ class MLP(nnx.Module):
     def __init__(
         self, size: int, intermediate: int, *, activation: str, bias: bool = False, dtype, param_dtype, rngs: nnx.Rngs
     ):
-        linear = functools.partial(nnx.Linear, use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = functools.partial(Linear, use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.up_proj = linear(size, intermediate)
         self.down_proj = linear(intermediate, size)
         self.activation = activation
 
     def __call__(self, x: Hidden) -> Hidden:
-        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
+        return self.down_proj(alike(ACTIVATIONS[self.activation], self.up_proj(x)))
 
 
 class SparseMoE(nnx.Module):
@@ -87,8 +88,8 @@ class SparseMoE(nnx.Module):
             else SigmoidRouter(size, experts, routing, rngs=rngs)
         )
         width = latent or size
-        self.latent_in = nnx.Linear(size, latent, use_bias=bias, **dtypes) if latent else None
-        self.latent_out = nnx.Linear(latent, size, use_bias=bias, **dtypes) if latent else None
+        self.latent_in = Linear(size, latent, use_bias=bias, **dtypes) if latent else None
+        self.latent_out = Linear(latent, size, use_bias=bias, **dtypes) if latent else None
         init = nnx.initializers.lecun_normal(batch_axis=0)
         first = nnx.Param(init(rngs.params(), (experts, width, (1 + gated) * intermediate), param_dtype))
         if gated:
@@ -108,7 +109,7 @@ class SparseMoE(nnx.Module):
         order = jnp.argsort(chosen).astype(jnp.int32)
         group_sizes = jnp.bincount(chosen, length=self.down_proj.shape[0]).astype(jnp.int32)
         expanded = self._expand(tokens[order // self.top_k], group_sizes)
-        mixed = _grouped_dot(expanded, self.down_proj[...], group_sizes)
+        mixed = grouped_matmul(expanded, self._weights(self.down_proj), group_sizes)
         # Back to token order before summing, so that each token adds its experts in the order of its own choice.
         mixed = mixed[jnp.argsort(order)].reshape(*experts.shape, -1) * weights[..., None]
         total = jnp.sum(mixed, axis=1)
@@ -117,12 +118,11 @@ class SparseMoE(nnx.Module):
         return total.reshape(x.shape)
 
     def _expand(self, grouped: Array, group_sizes: Array) -> Array:
-        act = ACTIVATIONS[self.activation]
+        act = functools.partial(alike, ACTIVATIONS[self.activation])
         if not self.gated:
-            return act(_grouped_dot(grouped, self.up_proj[...], group_sizes))
-        gate, up = jnp.split(_grouped_dot(grouped, self.gate_up_proj[...], group_sizes), 2, axis=-1)
+            return act(grouped_matmul(grouped, self._weights(self.up_proj), group_sizes))
+        gate, up = jnp.split(grouped_matmul(grouped, self._weights(self.gate_up_proj), group_sizes), 2, axis=-1)
         return act(gate) * up
 
-
-def _grouped_dot(rows: Array, weights: nnx.Param | Array, group_sizes: Array) -> Array:
-    return jax.lax.ragged_dot(rows, jnp.asarray(weights, rows.dtype), group_sizes)
+    def _weights(self, param: nnx.Param) -> Array:
+        return param[...].astype(self.dtype)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_spec_jax.array_types import Array
+from pallas_kernels.arithmetic import alike
 
 GATES: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
@@ -56,7 +57,7 @@ class GatedRMSNorm(nnx.Module):
         return weight * self._norm(gated).astype(x.dtype)
 
     def _activated(self, gate: Array) -> Array:
-        return GATES[self.gate](gate.astype(jnp.float32))
+        return alike(GATES[self.gate], gate.astype(jnp.float32))
 
     def _norm(self, x: Array) -> Array:
         return _unit_rms(x.reshape(*x.shape[:-1], self.groups, -1), self.eps).reshape(x.shape)
@@ -64,11 +65,11 @@ class GatedRMSNorm(nnx.Module):
 
 def apply_gate(x: Array, gate: Array) -> Array:
     """`x silu(z)`, for mixers without a norm."""
-    return (x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+    return (x.astype(jnp.float32) * alike(jax.nn.silu, gate.astype(jnp.float32))).astype(x.dtype)
 
 
 def _unit_rms(x: Array, eps: float) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return x * alike(jax.lax.rsqrt, jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
 
 
 def _over(x: Array, weight: nnx.Param) -> Array:

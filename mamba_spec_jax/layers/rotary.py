@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Tokens
 from mamba_spec_jax.layers.rotary_scaling import RotaryScaling, plain_frequencies
+from pallas_kernels.arithmetic import alike
 
 
 def apply_rotary(
@@ -30,7 +31,7 @@ def apply_rotary(
     frequencies = plain_frequencies(theta, 2 * half) if scaling is None else scaling.frequencies(theta, 2 * half)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = alike(jnp.cos, angles), alike(jnp.sin, angles)
     if scaling is not None and scaling.magnitude != 1:
         cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
     rotated = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_spec_jax.array_types import Array, Float, Int32
+from mamba_spec_jax.layers.projections import Linear, matmul
+from pallas_kernels.arithmetic import alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class SigmoidRouting:
             raise ValueError(f"SigmoidRouting has top_groups={self.top_groups}, expected 1..{self.groups} (groups)")
 
 
-class SoftmaxRouter(nnx.Linear):
+class SoftmaxRouter(Linear):
     """The experts with the greatest logits, weighted by the softmax over those, or over all."""
 
     def __init__(self, size: int, experts: int, *, over_chosen: bool = True, dtype, param_dtype, rngs: nnx.Rngs):
@@ -42,8 +44,8 @@ class SoftmaxRouter(nnx.Linear):
         logits = self(tokens).astype(jnp.float32)
         chosen, experts = jax.lax.top_k(logits, top_k)
         if self.over_chosen:
-            return jax.nn.softmax(chosen, axis=-1), experts
-        return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), experts, axis=-1), experts
+            return _softmax(chosen), experts
+        return jnp.take_along_axis(_softmax(logits), experts, axis=-1), experts
 
 
 class SigmoidRouter(nnx.Module):
@@ -60,7 +62,7 @@ class SigmoidRouter(nnx.Module):
     def route(self, tokens: Float[Array, "n D"], top_k: int) -> tuple[Float[Array, "n k"], Int32[Array, "n k"]]:
         """Weights in float32 and experts, of each token."""
         kernel = self.kernel[...]
-        scores = jax.nn.sigmoid(jnp.matmul(tokens.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST))
+        scores = alike(jax.nn.sigmoid, matmul(tokens.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST))
         choice = scores + self.correction[...]
         if self.routing.top_groups < self.routing.groups:
             choice = jnp.where(self._in_best_groups(choice), choice, -jnp.inf)
@@ -76,3 +78,8 @@ class SigmoidRouter(nnx.Module):
         _, chosen = jax.lax.top_k(jnp.sum(best_two, axis=-1), self.routing.top_groups)
         in_group = jnp.any(chosen[:, :, None] == jnp.arange(groups, dtype=jnp.int32), axis=1)
         return jnp.repeat(in_group, choice.shape[-1] // groups, axis=-1)
+
+
+def _softmax(logits: Float[Array, "n E"]) -> Float[Array, "n E"]:
+    powers = alike(jnp.exp, logits - jnp.max(logits, axis=-1, keepdims=True))
+    return powers / jnp.sum(powers, axis=-1, keepdims=True)

@@ -12,6 +12,7 @@ from mamba_spec_jax.attention.gated_delta import GatedDeltaInputs, GatedDeltaWei
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import VerifyRecord
 from mamba_spec_jax.layers.norms import GatedRMSNorm
+from mamba_spec_jax.layers.projections import Linear
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.mixers import Mixed
 from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig
@@ -29,7 +30,7 @@ class GatedDeltaMixer(nnx.Module):
         self.config = delta
         H, C = delta.heads, delta.conv_channels
         linear = functools.partial(
-            nnx.Linear, use_bias=False, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
+            Linear, use_bias=False, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
         )
         widths = (C, delta.rank, H, delta.rank) if delta.rank else (C, delta.inner, H, H)  # qkv, z, b, a
         self.ends = tuple(sum(widths[:n]) for n in (1, 2, 3))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _REQUIRED = object()
-# The largest integer under a key with this word in its name: far above what published checkpoints have, and small enough
+# The largest integer under a key with this word in its name: above what published checkpoints have, and small enough
 # that lists of so many layers, experts or rows of heads are no burden.
 _MOST = {
     "position": 2**31 - 1,

@@ -10,6 +10,7 @@ from mamba_spec_jax.attention.base import AttentionBackend, AttentionInputs, For
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import VerifyRecord
 from mamba_spec_jax.layers.norms import RMSNorm
+from mamba_spec_jax.layers.projections import Linear
 from mamba_spec_jax.models.config import HybridConfig, LatentDims
 from mamba_spec_jax.models.mixers import Mixed
 from mamba_spec_jax.modes import DTypePolicy
@@ -29,7 +30,7 @@ class LatentAttention(nnx.Module):
         self.dims = dims
         self.heads = config.num_attention_heads
         H, D = self.heads, config.hidden_size
-        linear = functools.partial(nnx.Linear, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
+        linear = functools.partial(Linear, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
         norm = functools.partial(RMSNorm, eps=_NORM_EPS, param_dtype=policy.params)
         query_size = H * (dims.key + dims.shared)
         self.q_a_proj = linear(D, dims.query_rank, use_bias=config.attention_bias) if dims.query_rank else None

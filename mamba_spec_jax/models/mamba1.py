@@ -13,10 +13,12 @@ from mamba_spec_jax.attention.mamba1 import Mamba1Inputs, Mamba1Weights
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import VerifyRecord
 from mamba_spec_jax.layers.norms import RMSNorm, apply_gate
+from mamba_spec_jax.layers.projections import Linear
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.mixers import Mixed
 from mamba_spec_jax.models.recurrent_config import Mamba1Config
 from mamba_spec_jax.modes import DTypePolicy
+from pallas_kernels.arithmetic import alike
 
 
 class Mamba1Mixer(nnx.Module):
@@ -26,7 +28,7 @@ class Mamba1Mixer(nnx.Module):
         mamba = cast(Mamba1Config, config.recurrent)  # the configuration has checked it
         C, N, R = mamba.channels, mamba.state, mamba.rank
         self.ends = (R, R + N)
-        linear = functools.partial(nnx.Linear, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
+        linear = functools.partial(Linear, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
         norm = functools.partial(RMSNorm, eps=config.norm_eps, param_dtype=policy.params)
         self.in_proj = linear(config.hidden_size, 2 * C, use_bias=mamba.proj_bias)
         init = nnx.initializers.lecun_normal()
@@ -59,4 +61,4 @@ class Mamba1Mixer(nnx.Module):
     def _parameters(self, mixed: Array) -> tuple[Array, Array, Array]:
         dt, B, C = jnp.split(self.x_proj(mixed), self.ends, axis=-1)
         dt = self.dt_proj(self.dt_norm(dt)).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
-        return jax.nn.softplus(dt), self.B_norm(B), self.C_norm(C)
+        return alike(jax.nn.softplus, dt), self.B_norm(B), self.C_norm(C)

@@ -14,11 +14,12 @@ from mamba_spec_jax.attention.mamba2 import Mamba2Inputs, Mamba2Weights
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import VerifyRecord
 from mamba_spec_jax.layers.norms import GatedRMSNorm, RMSNorm, apply_gate
-from mamba_spec_jax.layers.projections import LowRank, scaled
+from mamba_spec_jax.layers.projections import Linear, LowRank, scaled
 from mamba_spec_jax.layers.rotary import apply_rotary
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.recurrent_config import Mamba2Config
 from mamba_spec_jax.modes import DTypePolicy
+from pallas_kernels.arithmetic import alike
 
 Mixed = tuple[Hidden, HybridCache, VerifyRecord | None]
 
@@ -38,7 +39,7 @@ class Attention(nnx.Module):
         self.in_multiplier = config.multipliers.attention_in
         self.out_multiplier = config.multipliers.attention_out
         linear = functools.partial(
-            nnx.Linear, use_bias=config.attention_bias, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
+            Linear, use_bias=config.attention_bias, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
         )
         size = input_size or config.hidden_size
         query_size = config.num_attention_heads * config.head_dim
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
             query, key = apply_rotary(query, *rotation), apply_rotary(key, *rotation)
         mixed, cache, record = backend.forward(layer_id, AttentionInputs(query, key, value), cache, record, batch)
         if gate is not None:
-            mixed = mixed * jax.nn.sigmoid(gate)
+            mixed = mixed * alike(jax.nn.sigmoid, gate)
         return scaled(self.o_proj(mixed.reshape(*x.shape[:2], -1)), self.out_multiplier), cache, record
 
     def _heads(self, x: Array, norm: RMSNorm | None) -> Array:
@@ -93,7 +94,7 @@ class Mamba2Mixer(nnx.Module):
         self.inner = mamba.inner
         self.conv_channels = mamba.conv_channels
         self.multipliers = config.multipliers
-        linear = functools.partial(nnx.Linear, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
+        linear = functools.partial(Linear, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
         H, C = mamba.heads, mamba.conv_channels
         BC = mamba.groups * mamba.state
         self.parts = (self.inner, self.inner, BC, BC, H)  # z, x, B, C, dt

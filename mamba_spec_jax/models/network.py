@@ -15,6 +15,7 @@ from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import VerifyRecord
 from mamba_spec_jax.layers.mlp import MLP, GatedMLP, SparseMoE
 from mamba_spec_jax.layers.norms import RMSNorm
+from mamba_spec_jax.layers.projections import Linear, matmul
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.gated_delta import GatedDeltaMixer
 from mamba_spec_jax.models.latent_attention import LatentAttention
@@ -23,6 +24,7 @@ from mamba_spec_jax.models.mixers import Attention, Mamba2Mixer, Mixed, Parallel
 from mamba_spec_jax.models.shared import SharedBlock, SharedUse
 from mamba_spec_jax.models.short_conv import ShortConvMixer
 from mamba_spec_jax.modes import DTypePolicy
+from pallas_kernels.arithmetic import alike
 
 _MIXERS = {
     "mamba": Mamba2Mixer,
@@ -72,7 +74,7 @@ class HybridLayer(nnx.Module):
             else None
         )
         gates_shared = config.shared_gated and width and routes
-        self.shared_gate = nnx.Linear(D, 1, use_bias=False, **dtypes) if gates_shared else None
+        self.shared_gate = Linear(D, 1, use_bias=False, **dtypes) if gates_shared else None
 
     def __call__(
         self, x: Hidden, backend: AttentionBackend, cache: HybridCache, record: VerifyRecord | None,
@@ -102,7 +104,7 @@ class HybridLayer(nnx.Module):
             return self.moe(normed)
         dense = self.shared_mlp(normed)
         if self.shared_gate is not None:
-            dense = jax.nn.sigmoid(self.shared_gate(normed)) * dense
+            dense = alike(jax.nn.sigmoid, self.shared_gate(normed)) * dense
         return self.moe(normed) + dense
 
 
@@ -119,9 +121,7 @@ class HybridLM(nnx.Module):
         self.layers = nnx.List([HybridLayer(config, i, policy, rngs) for i in range(len(config.layer_types))])
         self.norm = RMSNorm(config.hidden_size, **norm_options(config, policy))
         self.lm_head = (
-            None
-            if config.tie_embeddings
-            else nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, **dtypes)
+            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, use_bias=False, **dtypes)
         )
 
     def __call__(
@@ -150,7 +150,7 @@ class HybridLM(nnx.Module):
     def logits(self, x: Array) -> Array:
         """`[..., V]` float32 from final hidden states `[..., D]`."""
         weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
-        product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+        product = matmul(x, weight.astype(x.dtype), dtype=jnp.float32)
         return product / self.config.logits_divisor
 
 

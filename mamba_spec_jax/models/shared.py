@@ -12,7 +12,7 @@ from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import VerifyRecord
 from mamba_spec_jax.layers.mlp import GatedMLP
 from mamba_spec_jax.layers.norms import RMSNorm
-from mamba_spec_jax.layers.projections import LowRank
+from mamba_spec_jax.layers.projections import Linear, LowRank
 from mamba_spec_jax.models.config import HybridConfig, SharedBlocks
 from mamba_spec_jax.models.mixers import Attention, Mixed
 from mamba_spec_jax.modes import DTypePolicy
@@ -33,7 +33,7 @@ class SharedUse(nnx.Module):
             [adapter(2 * D, heads * config.head_dim) for heads in sizes] if shared.adapts_attention else [None] * 3
         )
         self.mlp_adapter = adapter(D, 2 * config.shared_intermediate_size)
-        self.linear = nnx.Linear(D, D, use_bias=False, **dtypes)
+        self.linear = Linear(D, D, use_bias=False, **dtypes)
 
 
 class SharedBlock(nnx.Module):

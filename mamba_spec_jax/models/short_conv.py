@@ -11,6 +11,7 @@ from mamba_spec_jax.attention.base import AttentionBackend, ForwardBatch
 from mamba_spec_jax.attention.short_conv import ShortConvInputs, ShortConvWeights
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import VerifyRecord
+from mamba_spec_jax.layers.projections import Linear
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.mixers import Mixed
 from mamba_spec_jax.models.recurrent_config import ShortConvConfig
@@ -23,7 +24,7 @@ class ShortConvMixer(nnx.Module):
     def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
         conv = cast(ShortConvConfig, config.recurrent)  # the configuration has checked it
         linear = functools.partial(
-            nnx.Linear, use_bias=conv.bias, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
+            Linear, use_bias=conv.bias, dtype=policy.activations, param_dtype=policy.params, rngs=rngs
         )
         C = conv.channels
         self.in_proj = linear(config.hidden_size, 3 * C)

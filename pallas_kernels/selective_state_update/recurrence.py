@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arithmetic import contract, fenced, rounded
+from pallas_kernels.arithmetic import alike, contract, rounded
 from pallas_kernels.selection import finite
 
 
@@ -119,7 +119,8 @@ def _advance(h: jax.Array, token: SSMInputs, decay: jax.Array, D: jax.Array) -> 
 def _scanned(inputs: SSMInputs, A: jax.Array) -> tuple[SSMInputs, jax.Array, jax.Array]:
     """What a loop over tokens reads: inputs and decays, time first, and each token's index."""
     tokens = jax.tree.map(lambda leaf: jnp.moveaxis(leaf.astype(jnp.float32), 1, 0), inputs)
-    return tokens, fenced(jnp.exp(tokens.dt * A[None, None])), jnp.arange(tokens.dt.shape[0], dtype=jnp.int32)
+    decay = alike(jnp.exp, rounded(tokens.dt * A[None, None]))
+    return tokens, decay, jnp.arange(tokens.dt.shape[0], dtype=jnp.int32)
 
 
 def _per_head(grouped: jax.Array, heads: int) -> jax.Array:

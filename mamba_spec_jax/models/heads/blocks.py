@@ -10,8 +10,10 @@ from flax import nnx
 from mamba_spec_jax.array_types import Array, Hidden, Tokens
 from mamba_spec_jax.attention.base import AttentionInputs
 from mamba_spec_jax.layers.norms import RMSNorm
+from mamba_spec_jax.layers.projections import Linear
 from mamba_spec_jax.layers.rotary import apply_rotary
 from mamba_spec_jax.models.heads.config import HeadConfig
+from pallas_kernels.arithmetic import alike
 
 # From queries, keys and values `[B, T, heads, Dh]` to what each query mixes, `[B, T, Hq, Dh]`.
 Attend = Callable[[AttentionInputs], Array]
@@ -21,7 +23,7 @@ class SelfAttention(nnx.Module):
     """Projections of grouped-query attention with rotary positions, normed per head where the checkpoint does so."""
 
     def __init__(self, config: HeadConfig, input_size: int, *, head_norms: bool, dtype, param_dtype, rngs: nnx.Rngs):
-        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = functools.partial(Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config = config
         self.q_proj = linear(input_size, config.num_attention_heads * config.head_dim)
         self.k_proj = linear(input_size, config.num_key_value_heads * config.head_dim)
@@ -57,13 +59,13 @@ class MLP(nnx.Module):
     """`down(silu(gate) * up)`."""
 
     def __init__(self, size: int, intermediate: int, *, dtype, param_dtype, rngs: nnx.Rngs):
-        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = functools.partial(Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.gate_proj = linear(size, intermediate)
         self.up_proj = linear(size, intermediate)
         self.down_proj = linear(intermediate, size)
 
     def __call__(self, x: Hidden) -> Hidden:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(alike(jax.nn.silu, self.gate_proj(x)) * self.up_proj(x))
 
 
 def join(first: Array, second: Array) -> Array:

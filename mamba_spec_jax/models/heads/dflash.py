@@ -11,6 +11,7 @@ from flax import nnx
 
 from mamba_spec_jax.array_types import Array, Hidden, Tokens
 from mamba_spec_jax.layers.norms import RMSNorm
+from mamba_spec_jax.layers.projections import Linear, matmul
 from mamba_spec_jax.models.heads.blocks import MLP, Attend, SelfAttention
 from mamba_spec_jax.models.heads.config import HeadConfig
 from mamba_spec_jax.modes import DTypePolicy
@@ -38,7 +39,7 @@ class DFlash(nnx.Module):
         options: dict[str, Any] = {"dtype": policy.activations, "param_dtype": policy.params, "rngs": rngs}
         D = config.hidden_size
         self.config = config
-        self.fc = nnx.Linear(len(config.target_layers) * D, D, use_bias=False, **options)
+        self.fc = Linear(len(config.target_layers) * D, D, use_bias=False, **options)
         self.hidden_norm = RMSNorm(D, eps=config.norm_eps, param_dtype=policy.params)
         self.layers = nnx.List([BlockLayer(config, **options) for _ in range(config.num_layers)])
         self.norm = RMSNorm(D, eps=config.norm_eps, param_dtype=policy.params)
@@ -48,5 +49,5 @@ class DFlash(nnx.Module):
         return self.hidden_norm(self.fc(jnp.concatenate(hidden, axis=-1)))
 
     def logits(self, hidden: Hidden, output: Array) -> Array:
-        product = jnp.matmul(self.norm(hidden), output, preferred_element_type=jnp.float32)
+        product = matmul(self.norm(hidden), output, dtype=jnp.float32)
         return product / self.config.logits_divisor

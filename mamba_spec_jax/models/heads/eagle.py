@@ -11,6 +11,7 @@ from flax import nnx
 
 from mamba_spec_jax.array_types import Array, Hidden, Tokens
 from mamba_spec_jax.layers.norms import RMSNorm
+from mamba_spec_jax.layers.projections import Linear, matmul
 from mamba_spec_jax.models.heads.blocks import MLP, Attend, SelfAttention, join
 from mamba_spec_jax.models.heads.config import HeadConfig
 from mamba_spec_jax.modes import DTypePolicy
@@ -42,7 +43,7 @@ class PredictionLayer(nnx.Module):
         D, eps, param_dtype = config.hidden_size, config.norm_eps, options["param_dtype"]
         self.pre_fc_norm_embedding = RMSNorm(D, eps=eps, param_dtype=param_dtype)
         self.pre_fc_norm_hidden = RMSNorm(D, eps=eps, param_dtype=param_dtype)
-        self.fc = nnx.Linear(2 * D, D, use_bias=False, **options)
+        self.fc = Linear(2 * D, D, use_bias=False, **options)
         self.input_layernorm = RMSNorm(D, eps=eps, param_dtype=param_dtype)
         self.self_attn = SelfAttention(config, D, head_norms=False, **options)
         self.post_attention_layernorm = RMSNorm(D, eps=eps, param_dtype=param_dtype)
@@ -65,10 +66,10 @@ class Eagle3(nnx.Module):
         if config.num_layers != 1:
             raise ValueError(f"an EAGLE-3 head has one layer, but its configuration says {config.num_layers}")
         D, drafted = config.hidden_size, config.draft_vocab_size or config.vocab_size
-        self.fc = nnx.Linear(len(config.target_layers) * D, D, use_bias=False, **options)
+        self.fc = Linear(len(config.target_layers) * D, D, use_bias=False, **options)
         self.midlayer = EagleLayer(config, **options)
         self.norm = RMSNorm(D, eps=config.norm_eps, param_dtype=policy.params)
-        self.lm_head = nnx.Linear(D, drafted, use_bias=False, **options)
+        self.lm_head = Linear(D, drafted, use_bias=False, **options)
         self.d2t = nnx.Variable(jnp.zeros((drafted,), jnp.int32))
         self.t2d = nnx.Variable(jnp.arange(config.vocab_size, dtype=jnp.int32) < drafted)
 
@@ -106,5 +107,5 @@ class MultiTokenPrediction(nnx.Module):
         return self.layers[index]
 
     def logits(self, hidden: Hidden, output: Array) -> Array:
-        product = jnp.matmul(self.norm(hidden), output, preferred_element_type=jnp.float32)
+        product = matmul(self.norm(hidden), output, dtype=jnp.float32)
         return product / self.config.logits_divisor

@@ -20,6 +20,7 @@ from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.cache.pools import KVCache
 from mamba_spec_jax.layers.norms import RMSNorm
+from mamba_spec_jax.layers.projections import Linear, matmul
 from mamba_spec_jax.models.checkpoint import open_weights, read_json
 from mamba_spec_jax.models.config import HybridConfig
 from mamba_spec_jax.models.families import family_of
@@ -54,7 +55,7 @@ class PublishedPrediction(nnx.Module):
         self.target_norm = RMSNorm(D, **norm)
         self.embedding_norm = RMSNorm(D, **norm)
         self.hidden_norm = RMSNorm(D, **norm)
-        self.fc = nnx.Linear(2 * D, D, use_bias=False, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
+        self.fc = Linear(2 * D, D, use_bias=False, dtype=policy.activations, param_dtype=policy.params, rngs=rngs)
         self.layers = nnx.List([HybridLayer(layers, i, policy, rngs) for i in range(len(layers.layer_types))])
         self.norm = RMSNorm(D, **norm)
         self.residual_in_fp32 = layers.residual_in_fp32
@@ -75,7 +76,7 @@ class PublishedPrediction(nnx.Module):
         return self.norm(x).astype(embedded.dtype), cache
 
     def logits(self, hidden: Hidden, output: Array) -> Array:
-        product = jnp.matmul(hidden, output, preferred_element_type=jnp.float32)
+        product = matmul(hidden, output, dtype=jnp.float32)
         return product / self.logits_divisor
 
 

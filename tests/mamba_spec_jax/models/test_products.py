@@ -1,0 +1,82 @@
+"""No product of a verify pass, or of a draft head's, gives a token other bits at another index."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from mamba_spec_jax.cache.records import Draft
+from mamba_spec_jax.models.families import FAMILIES, config_from_hf
+from mamba_spec_jax.models.heads.dflash import DFlash
+from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
+from mamba_spec_jax.models.hybrid_lm import HybridModel
+from tests.golden.family_cases import FAMILY_CASES
+
+from .. import tiny
+from ..heads import KINDS, head_config, random_module
+from ..products import ROWS, TOKENS, Product, depend_on_place, products_of
+from .checkpoints import CONFIG
+
+PLAIN = [case for case in FAMILY_CASES if case.name == "plain"]
+TEXTS = {case.family: case.config | {"model_type": case.family} for case in PLAIN} | {"granitemoehybrid": CONFIG}
+
+
+def products_of_verify(config) -> set[Product]:
+    """Products of a pass over one row of `TOKENS` tokens, traced without weights."""
+    model = HybridModel.create(config)
+    cache = jax.eval_shape(lambda: model.init_cache(1, 24))
+    row = jax.ShapeDtypeStruct((1,), jnp.int32)
+    draft = Draft(jax.ShapeDtypeStruct((1, TOKENS), jnp.int32), row, row)
+    return set(products_of(jax.make_jaxpr(model.verify)(model.abstract_params(), draft, cache).jaxpr))
+
+
+def products_of_head(kind: str) -> set[Product]:
+    """Products of reading a target's hidden states, and of what a head computes from them."""
+    target = HybridModel.create(tiny.DENSE)
+    config = head_config(kind, target)
+    module = KINDS[kind][0]
+    head = (DFlashHead if module is DFlash else EagleHead).create(module, config)
+    D, V = config.hidden_size, target.vocab_size
+    params = nnx.split(random_module(kind, config))[1]
+
+    def run(embedding, tokens, hidden):
+        bound = head.bind(params, embedding)
+        cache = head.init_cache(1, 24)
+        if isinstance(head, DFlashHead):
+            cache = head.read(bound, hidden, cache, jnp.full((1,), TOKENS))
+            return head.logits(bound, head.fill(bound, tokens, cache)[0])
+        read = head.features(bound, hidden)
+        for layer in range(config.num_layers):
+            batch = head.window(cache, jnp.full((1,), TOKENS), TOKENS)
+            read, cache = head.read(bound, layer, tokens, read, cache, batch)
+        return head.logits(bound, read)
+
+    states = tuple(jax.ShapeDtypeStruct((1, TOKENS, D), jnp.float32) for _ in config.target_layers)
+    tokens = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
+    return set(products_of(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((V, D), jnp.float32), tokens, states).jaxpr))
+
+
+@pytest.fixture(scope="module")
+def products() -> list[Product]:
+    found = set()
+    for values in TEXTS.values():
+        found |= products_of_verify(config_from_hf(values))
+    for kind in KINDS:
+        found |= products_of_head(kind)
+    return sorted(found, key=str)
+
+
+def test_every_family_is_traced():
+    assert {family.removesuffix("_text") for family in TEXTS} == {family.removesuffix("_text") for family in FAMILIES}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_tokens_keep_their_bits_wherever_they_stand(products, rows):
+    assert len(products) > 40
+    assert depend_on_place(products, rows) == []
+
+
+def test_a_product_of_one_column_is_found():
+    """XLA's CPU product sums the last rows of one column in another order."""
+    unsafe = products_of(jax.make_jaxpr(jnp.matmul)(jnp.zeros((1, TOKENS, 20)), jnp.zeros((20, 1))).jaxpr)
+    assert [product.right for product in depend_on_place(list(unsafe), 13)] == [(20, 1)]
