@@ -19,6 +19,11 @@ def is_finite(values: jax.Array) -> jax.Array:
     return jnp.abs(values) <= jnp.finfo(values.dtype).max
 
 
+def some(flags: jax.Array, axis: int) -> jax.Array:
+    """`jnp.any`, as a maximum: Pallas lowers no reduction of booleans for Triton."""
+    return jnp.max(jnp.where(flags, jnp.float32(1), jnp.float32(0)), axis=axis) > 0
+
+
 def selected(weights: jax.Array, values: jax.Array) -> jax.Array:
     """`weights * values`, 0 where the weight is 0, whatever the value is."""
     return jnp.where(weights != 0, weights * values, 0)

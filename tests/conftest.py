@@ -14,7 +14,6 @@ hypothesis.settings.register_profile("tests", derandomize=True, deadline=None, d
 hypothesis.settings.load_profile("tests")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 MOST_PROCESSES = 4  # each holds a compiler and its programs: one to two GB

@@ -21,7 +21,7 @@ from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
 from pallas_kernels.history import History
 from pallas_kernels.ring import Ring
-from pallas_kernels.selection import finite, is_finite
+from pallas_kernels.selection import finite, is_finite, some
 from pallas_kernels.selective_state_update.arguments import StateUpdate
 from pallas_kernels.selective_state_update.operands import Blocks, launch_fold, launch_update, path_mask
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
@@ -125,7 +125,7 @@ def update(
         carried, scores = lax.fori_loop(0, pl.cdiv(tile.state, blocks.cols), take_columns, zeros)
         weighted = window.weighted
         # Weights of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
-        spoilt = ~jnp.all(is_finite(weighted), axis=0)
+        spoilt = some(~is_finite(weighted), axis=0)
         scores = jnp.where(visible > 0, jnp.where(spoilt[:, None], jnp.nan, scores * decay), 0)
         y = since_start[None, :] * carried + dot(finite(weighted), scores) + D * window.x.astype(jnp.float32)
         at = y_ref.at[tile.row, t[None, :], tile.head, tile.p[:, None]]
@@ -183,9 +183,9 @@ def _replay(tile: Tile, history: History, ring_refs: Any, A: jax.Array, h: jax.A
 
 def _gained(tokens: Tokens, weights: jax.Array, B: jax.Array) -> jax.Array:
     """`sum_j weights_j dt_j x_j B_j^T` over tokens with a weight and a dt that are not 0, `[rows, cols]`."""
-    counts = (weights != 0) & (tokens.dt != 0)
-    weighted = jnp.where(counts[None, :], weights[None, :] * tokens.weighted, 0)
-    return dot(weighted, jnp.where(counts[:, None], B, 0))
+    counts = jnp.where((weights != 0) & (tokens.dt != 0), jnp.float32(1), 0)  # Triton moves no booleans across axes
+    weighted = jnp.where(counts[None, :] > 0, weights[None, :] * tokens.weighted, 0)
+    return dot(weighted, jnp.where(counts[:, None] > 0, B, 0))
 
 
 def _keep_x_and_dt(tile: Tile, ring_refs: dict[str, Any], entries: jax.Array, tokens: Tokens) -> None:
