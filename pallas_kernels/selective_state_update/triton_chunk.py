@@ -96,12 +96,15 @@ def update(
             _keep_x_and_dt(tile, buffers.ring, entries, window)
         visible = visible_tokens(reads.visible, tile.row, t, T)
         decay, since_start = decays(visible, window.dt * A)
+        weighted_inputs = window.weighted
 
         def state_after(step, h, B):
             here = t == step
             weights = jnp.sum(jnp.where(here[None, :], decay, 0), axis=1)
             kept = jnp.sum(jnp.where(here, since_start, 0))
-            return kept * h + _gained(window, weights, B)
+            seen = (weights != 0) & (window.dt != 0)  # others may hold what is not finite: it is not multiplied by 0
+            weighted = jnp.where(seen[None, :], weights[None, :] * weighted_inputs, 0)
+            return kept * h + dot(weighted, jnp.where(seen[:, None], B, 0))
 
         def take_columns(part, sums):
             carried, scores = sums
@@ -123,11 +126,10 @@ def update(
 
         zeros = jnp.zeros((blocks.rows, padded), jnp.float32), jnp.zeros((padded, padded), jnp.float32)
         carried, scores = lax.fori_loop(0, pl.cdiv(tile.state, blocks.cols), take_columns, zeros)
-        weighted = window.weighted
         # Weights of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
-        spoilt = some(~is_finite(weighted), axis=0)
+        spoilt = some(~is_finite(weighted_inputs), axis=0)
         scores = jnp.where(visible > 0, jnp.where(spoilt[:, None], jnp.nan, scores * decay), 0)
-        y = since_start[None, :] * carried + dot(finite(weighted), scores) + D * window.x.astype(jnp.float32)
+        y = since_start[None, :] * carried + dot(finite(weighted_inputs), scores) + D * window.x.astype(jnp.float32)
         at = y_ref.at[tile.row, t[None, :], tile.head, tile.p[:, None]]
         triton.store(at, y.astype(y_ref.dtype), mask=grid(tile.p_mask, window.exist))
 
@@ -182,10 +184,8 @@ def _replay(tile: Tile, history: History, ring_refs: Any, A: jax.Array, h: jax.A
 
 
 def _gained(tokens: Tokens, weights: jax.Array, B: jax.Array) -> jax.Array:
-    """`sum_j weights_j dt_j x_j B_j^T` over tokens with a weight and a dt that are not 0, `[rows, cols]`."""
-    counts = jnp.where((weights != 0) & (tokens.dt != 0), jnp.float32(1), 0)  # Triton moves no booleans across axes
-    weighted = jnp.where(counts[None, :] > 0, weights[None, :] * tokens.weighted, 0)
-    return dot(weighted, jnp.where(counts[:, None] > 0, B, 0))
+    """`sum_j weights_j dt_j x_j B_j^T`, `[rows, cols]`."""
+    return dot(weights[None, :] * tokens.weighted, B)
 
 
 def _keep_x_and_dt(tile: Tile, ring_refs: dict[str, Any], entries: jax.Array, tokens: Tokens) -> None:

@@ -218,7 +218,8 @@ def adopted(backend, cache: HybridCache, slots) -> HybridCache:
 
 @functools.partial(jax.jit, static_argnames="backend")
 def held(backend, cache: HybridCache, slots) -> MambaPool:
-    """What `slots` hold, all of it in the states."""
+    """What `slots` hold, all of it in the states; before the commit of a verify pass too."""
+    cache = dataclasses.replace(cache, awaiting_commit=False)
     return backend.materialize(cache, jnp.asarray(slots, jnp.int32)).mamba
 
 
