@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import triton
+from pallas_kernels.selection import is_finite
 
 SIDE = 16  # the least side of a product, and the tokens of a history taken at once
 _PIECES = 3  # bfloat16 numbers that hold the digits of a float32 one
@@ -50,9 +51,13 @@ def decays(visible: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
         visible: `[tokens, tokens]`, 1 where axis 0 is on the path to axis 1, else 0.
         a: `[tokens]`, the logarithm of each token's decay.
     """
-    on_path = jnp.where(visible > 0, a[:, None], 0)  # selected: an a that is not finite is not multiplied by 0
+    # An a that is not finite is left out of the products, and the tokens that see it are NaN.
+    whole = is_finite(a)
+    on_path = visible * jnp.where(whole, a, 0)[:, None]
     between = dot(before(visible), on_path)  # of the tokens on the path to axis 1, those that see axis 0 and are not it
-    return jnp.where(visible > 0, jnp.exp(between), 0), jnp.exp(jnp.sum(on_path, axis=0))
+    since_start = jnp.exp(jnp.sum(on_path, axis=0))
+    spoilt = jnp.sum(visible * jnp.where(whole, 0, 1).astype(jnp.float32)[:, None], axis=0) > 0
+    return visible * jnp.exp(between), jnp.where(spoilt, jnp.nan, since_start)
 
 
 def before(visible: jax.Array) -> jax.Array:

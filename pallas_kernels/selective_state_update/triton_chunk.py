@@ -64,8 +64,8 @@ class Tokens(NamedTuple):
 
     @property
     def weighted(self) -> jax.Array:
-        """dt x, `[rows, tokens]` in float32; 0 where dt is 0, which says that there is no token."""
-        return jnp.where(self.dt[None, :] == 0, 0, self.dt[None, :] * self.x.astype(jnp.float32))
+        """dt x, `[rows, tokens]` in float32."""
+        return self.dt[None, :] * self.x.astype(jnp.float32)
 
 
 def update(
@@ -94,16 +94,17 @@ def update(
             # Lanes without a token point past the ring, where no interpreter takes them for tokens of an earlier lap.
             entries = jnp.where(window.exist, history.entry(history.size + t), history.length)
             _keep_x_and_dt(tile, buffers.ring, entries, window)
-        visible = visible_tokens(reads.visible, tile.row, t, T)
-        decay, since_start = decays(visible, window.dt * A)
-        weighted_inputs = window.weighted
+        decay, since_start = decays(visible_tokens(reads.visible, tile.row, t, T), window.dt * A)
+        # Weights of 0 do not take back what is not finite: it is left out below, and the tokens that see it are NaN.
+        spoilt = some(~is_finite(window.weighted), axis=0)
+        decay = jnp.where((decay != 0) & spoilt[:, None], jnp.nan, decay)
 
         def state_after(step, h, B):
             here = t == step
             weights = jnp.sum(jnp.where(here[None, :], decay, 0), axis=1)
             kept = jnp.sum(jnp.where(here, since_start, 0))
             seen = (weights != 0) & (window.dt != 0)  # others may hold what is not finite: it is not multiplied by 0
-            weighted = jnp.where(seen[None, :], weights[None, :] * weighted_inputs, 0)
+            weighted = jnp.where(seen[None, :], weights[None, :] * window.weighted, 0)
             return kept * h + dot(weighted, jnp.where(seen[:, None], B, 0))
 
         def take_columns(part, sums):
@@ -126,10 +127,8 @@ def update(
 
         zeros = jnp.zeros((blocks.rows, padded), jnp.float32), jnp.zeros((padded, padded), jnp.float32)
         carried, scores = lax.fori_loop(0, pl.cdiv(tile.state, blocks.cols), take_columns, zeros)
-        # Weights of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
-        spoilt = some(~is_finite(weighted_inputs), axis=0)
-        scores = jnp.where(visible > 0, jnp.where(spoilt[:, None], jnp.nan, scores * decay), 0)
-        y = since_start[None, :] * carried + dot(finite(weighted_inputs), scores) + D * window.x.astype(jnp.float32)
+        scores = jnp.where(decay != 0, scores * decay, 0)
+        y = since_start[None, :] * carried + dot(finite(window.weighted), scores) + D * window.x.astype(jnp.float32)
         at = y_ref.at[tile.row, t[None, :], tile.head, tile.p[:, None]]
         triton.store(at, y.astype(y_ref.dtype), mask=grid(tile.p_mask, window.exist))
 
