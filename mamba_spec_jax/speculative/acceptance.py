@@ -165,7 +165,7 @@ def _emit_path(draft: Draft, node: Rows, last: Rows, failed: RowFlags) -> Accept
     accepted = jnp.take_along_axis(draft.tokens, jnp.maximum(path[:, 1:], 0), axis=1)
     following = jnp.concatenate([accepted, last[:, None]], axis=1)
     columns = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
-    reached = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)[None]
+    reached = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
     tokens = jnp.where(columns == reached[:, None] - 1, last[:, None], following)
     accept_lens = jnp.where(draft.slots >= 0, reached - failed.astype(jnp.int32), 0)
     emitted = columns < accept_lens[:, None]

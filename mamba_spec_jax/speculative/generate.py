@@ -245,7 +245,6 @@ def decode_chunks(
     """
     if chunk_steps < 1:
         raise ValueError(f"chunk_steps is {chunk_steps}, expected at least 1")
-    stops = _stops_of(stops, model.vocab_size)
     ahead = 0 if _host_is_device() else 1
     remaining = np.asarray(jax.device_get(_remaining(state)))
     most_remaining = int(remaining.max(initial=0))

@@ -161,7 +161,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndar
     if len(prompts) == 0:
         raise ValueError("generate got no prompts, expected at least one row")
     for row, prompt in enumerate(prompts):
-        if np.ndim(prompt) == 0:
+        if isinstance(prompt, str | bytes) or not hasattr(prompt, "__len__"):
             raise ValueError(f"prompt {row} is {prompt!r}, expected a list of token ids for each row: [[1, 2], [3]]")
         if len(prompt) == 0:
             raise ValueError(
@@ -169,7 +169,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndar
             )
         ids = _ids(prompt)
         if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
-            raise ValueError(f"prompt {row} is {ids.dtype}{list(ids.shape)}, expected a list of token ids")
+            raise ValueError(f"prompt {row} is {prompt!r:.60}, expected a list of token ids, which are integers")
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise ValueError(f"prompt {row} has token ids {ids.min()}..{ids.max()}, expected 0..{vocab_size - 1}")
     return np.asarray([len(prompt) for prompt in prompts], np.int32)

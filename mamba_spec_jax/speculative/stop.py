@@ -98,7 +98,7 @@ class StopConditions:
             to_come: `[B]` tokens a row must emit before an end-of-sequence token; 0 and less for none.
             depths: `[T]` or `[B, T]` tokens of the verify pass in front of each node, the root not counted.
         """
-        early = depths < to_come[:, None]
+        early = jnp.atleast_2d(depths) < to_come[:, None]
         return early[..., None] & self.is_eos(jnp.arange(vocab_size, dtype=jnp.int32))[None, None]
 
     def is_eos(self, tokens: Int32[Array, "*N"]) -> Bool[Array, "*N"]:

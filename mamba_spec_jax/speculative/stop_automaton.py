@@ -109,7 +109,7 @@ class StopAutomaton:
 
         _, (visited, completes) = jax.lax.scan(read, states, column.T, unroll=True)
         after = jnp.take_along_axis(visited.T, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
-        read_columns = jnp.arange(tokens.shape[1], dtype=jnp.int32) < lengths[:, None]
+        read_columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         return completes.T & read_columns, jnp.where(lengths > 0, after, states)
 
 

@@ -302,7 +302,7 @@ DRAFT = make_draft(np.zeros((B, T)), np.zeros(B, np.int32))
         ),
         (
             lambda: accept(Sampling(), LOGITS, DRAFT, temperature=ONES, filters=Filters.create(2), **NOISE),
-            r"filters.top_k of shape \(2,\), expected \(6,\)",
+            r"filters.top_k int32\[2\], expected int32\[6\]",
         ),
         (
             lambda: accept(Greedy(), LOGITS, DRAFT, forbidden=jnp.zeros((V,), bool)),

@@ -32,6 +32,7 @@ CONFIG = ms.HybridConfig(
 )
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], [4, 4, 4, 4]]
 DRAFTS, NEW = 3, 24
+ENDS = ms.StopConditions.create([5])
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
@@ -246,7 +247,7 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         ({"prompts": []}, "got no prompts, expected at least one row"),
         ({"prompts": [[1], []]}, "prompt 1 is empty, expected at least one token"),
         ({"prompts": [[1, 13]]}, r"prompt 0 has token ids 1..13, expected 0..12"),
-        ({"prompts": [[0.5]]}, "prompt 0 is float64"),
+        ({"prompts": [[0.5]]}, r"prompt 0 is \[0.5\], expected a list of token ids, which are integers"),
         ({"prompts": [1, 2]}, "prompt 0 is 1, expected a list of token ids for each row"),
         ({"max_new": 2**40}, "max_new is 1099511627776, expected at most 1073741824"),
         ({"seeds": [1, 2]}, r"seeds is \[1, 2\], expected an integer or 3 of them"),
@@ -255,7 +256,10 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         ({"max_new": [1, 2]}, r"max_new has shape \[2\], expected one value or 3"),
         ({"max_new": -1}, "max_new is -1, expected finite values of at least 0"),
         ({"max_new": 1.5}, "max_new is 1.5, expected an integer or 3 of them"),
-        ({"max_new": 2, "min_new": 3}, r"min_new \[3, 3, 3\] exceeds max_new \[2, 2, 2\]"),
+        (
+            {"max_new": 2, "min_new": 3, "stops": ms.StopConditions.create([5])},
+            r"min_new \[3, 3, 3\] exceeds max_new \[2, 2, 2\]",
+        ),
         ({"temperature": float("nan")}, "temperature is nan, expected finite values"),
         ({"depth": "deep"}, "depth is 'deep', expected a number of drafts, 'auto' or a depth policy"),
         ({"depth": -1}, "depth is -1, expected at least 0"),
