@@ -80,7 +80,8 @@ def update(
 ) -> StateUpdate:
     """A chain or a tree; arguments as the reference's, and `interpret`."""
     _, T, G, _ = inputs.B.shape
-    blocks = _blocks(state)
+    # With a ring a program holds a stretch of history besides.
+    blocks = _blocks(state) if options["ring"] is None else _blocks(state, numbers=8)
     padded = max(SIDE, pl.next_power_of_2(T))
 
     def selective_state_update_chunk_kernel(reads, y_ref, buffers):
