@@ -145,7 +145,11 @@ def _differences(verdict: Verdict) -> list[str]:
     rows = [
         f"row {row} differs from token {at} on" for row, at in enumerate(verdict.first_differences) if at is not None
     ]
-    return rows + [f"{name} differs by up to {size:.1e}" for name, size in verdict.state_differences.items()]
+    states = [f"{name} differs by up to {size:.1e}" for name, size in verdict.state_differences.items()]
+    if verdict.judged_rightly:
+        return rows + states
+    passes, expected = verdict.judged_passes  # type: ignore[misc]  # else it would be judged rightly
+    return [*rows, *states, f"rows took {', '.join(map(str, passes))} passes, expected {expected} each"]
 
 
 def _memory_table(memory: _Memory) -> Table:

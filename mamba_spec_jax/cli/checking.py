@@ -95,6 +95,8 @@ class Verdict:
         state_differences: greatest difference in each state that has not the same bits.
         logprob_difference: greatest difference of an emitted token's log-probability, over the tokens before a row's
             first difference.
+        judged_passes: verify passes of each row, and how many its drafts, certain to be right or wrong, should take;
+            None where that is not known beforehand.
     """
 
     drafts: str
@@ -102,15 +104,24 @@ class Verdict:
     first_differences: list[int | None]
     state_differences: dict[str, float]
     logprob_difference: float
+    judged_passes: tuple[list[int], int] | None = None
 
     @property
     def same_tokens(self) -> bool:
         return all(at is None for at in self.first_differences)
 
     @property
+    def judged_rightly(self) -> bool:
+        """Whether exactly the right drafts were accepted, where it is known which are right."""
+        return self.judged_passes is None or all(passes == self.judged_passes[1] for passes in self.judged_passes[0])
+
+    @property
     def passed(self) -> bool:
-        """Whether tokens, states and log-probabilities are those of plain decoding, to the bit."""
-        return self.same_tokens and not self.state_differences and self.logprob_difference == 0
+        """Whether tokens, states and log-probabilities are those of plain decoding, to the bit, and drafts judged rightly.
+
+        Without the latter a run in which no draft was accepted would pass as one in which all were.
+        """
+        return self.same_tokens and not self.state_differences and self.logprob_difference == 0 and self.judged_rightly
 
 
 def check(
@@ -144,8 +155,8 @@ def check(
         )
     own = np.asarray(plain.generation.tokens, np.int32)
     yield _judge("prompt lookup", plain, run(nothing, followed=False))
-    yield _judge("all wrong", plain, run((own + 1) % model.vocab_size, followed=True))
-    yield _judge("all right", plain, run(own, followed=True))
+    yield _judge("all wrong", plain, run((own + 1) % model.vocab_size, followed=True), max_new)
+    yield _judge("all right", plain, run(own, followed=True), -(-max_new // (num_drafts + 1)))
 
 
 def _run(
@@ -178,7 +189,7 @@ def _states(cache: HybridCache) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _judge(drafts: str, plain: Run, other: Run) -> Verdict:
+def _judge(drafts: str, plain: Run, other: Run, passes: int | None = None) -> Verdict:
     ours, theirs = (np.asarray(run.generation.tokens) for run in (other, plain))
     differs = ours != theirs
     same_so_far = ~np.logical_or.accumulate(differs, axis=1)
@@ -193,6 +204,7 @@ def _judge(drafts: str, plain: Run, other: Run) -> Verdict:
             if other.states[name].tobytes() != state.tobytes()
         },
         logprob_difference=float(np.abs(np.subtract(*logprobs))[same_so_far].max(initial=0)),
+        judged_passes=None if passes is None else (other.generation.statistics.passes.tolist(), passes),
     )
 
 
