@@ -117,7 +117,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether tokens, states and log-probabilities are those of plain decoding, to the bit, and drafts judged rightly.
+        """Whether tokens, states and log-probabilities are plain decoding's to the bit, and drafts judged rightly.
 
         Without the latter a run in which no draft was accepted would pass as one in which all were.
         """
