@@ -165,7 +165,7 @@ def _charge(value: Any) -> Any:
             budget.step(len(item))
         elif isinstance(item, Mapping | Namespace | list | tuple):
             if isinstance(item, Namespace):
-                item = vars(item)["_Namespace__attrs"]
+                item = object.__getattribute__(item, "_Namespace__attrs")
             budget.step(_PER_ELEMENT * len(item))
             todo.extend(item.values() if isinstance(item, Mapping) else item)
     budget.step()

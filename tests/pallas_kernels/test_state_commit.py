@@ -173,7 +173,9 @@ def test_64_bit_mode_changes_nothing(run):
 
 def test_moves_the_bits_of_every_dtype():
     """NaNs with their payloads, signalling ones too, in what is moved and in slots that nobody names."""
-    rng, dtypes = np.random.default_rng(9), oracle.ALL_DTYPES.items()
+    rng = np.random.default_rng(9)
+    # A convolution's inputs are numbers: `state_commit` refuses the others.
+    dtypes = [(name, dtype) for name, dtype in oracle.ALL_DTYPES.items() if name not in ("bool", "complex64")]
 
     def draw(*shape):
         return {name: oracle.random_bytes(rng, shape, dtype) for name, dtype in dtypes}

@@ -122,7 +122,7 @@ def test_models_without_a_template_or_a_tokenizer(tmp_path):
         "{{ '' | attr('__class__') }}",
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
         "{{ raise_exception.__globals__ }}",
-        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{{ joiner.__init__.__globals__['os'].popen('id').read() }}",
         "{{ cycler.__init__.__globals__ }}",
         "{{ dict.mro() }}",
         "{{ self._TemplateReference__context }}",
