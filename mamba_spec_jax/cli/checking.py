@@ -16,6 +16,7 @@ from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.generate import Generation, collect, start_generation
 from mamba_spec_jax.speculative.protocol import Progress, Proposal
 from mamba_spec_jax.speculative.sampling import TokenChoice
+from mamba_spec_jax.speculative.stop import StopReason
 
 _CHUNK_STEPS = 16
 
@@ -139,7 +140,7 @@ def check(
         num_drafts: K, drafts a step.
 
     Raises:
-        ValueError: for prompts that do not fit the model, or a model whose log-probabilities are not numbers.
+        ValueError: for prompts that do not fit the model, or a model whose logits are not numbers.
     """
     starts = np.asarray([len(prompt) for prompt in prompts], np.int32)
     nothing = np.zeros((len(prompts), max_new), np.int32)
@@ -149,10 +150,8 @@ def check(
         return _run(model, params, prompts, ScriptedDrafter(num_drafts), script, limit, max_new)
 
     plain = run(nothing, followed=False, limit=0)
-    if not np.isfinite(plain.generation.logprobs).all():  # type: ignore[arg-type]  # they were asked for
-        raise ValueError(
-            "the model gives its own tokens log-probabilities that are not finite: its weights are damaged"
-        )
+    if StopReason.NO_LOGITS in plain.generation.reasons:
+        raise ValueError("the model's logits are not numbers, or all of them are -inf: its weights are damaged")
     own = np.asarray(plain.generation.tokens, np.int32)
     yield _judge("prompt lookup", plain, run(nothing, followed=False))
     yield _judge("all wrong", plain, run((own + 1) % model.vocab_size, followed=True), max_new)

@@ -76,7 +76,7 @@ def test_weights_that_are_no_numbers_are_found(fails, nameless):
     weights = load_file(nameless / "model.safetensors")
     save_file(weights | {"model.norm.weight": np.full(8, np.nan, np.float32)}, nameless / "model.safetensors")
     assert fails("check", nameless, *SMALL) == (
-        "the model gives its own tokens log-probabilities that are not finite: its weights are damaged"
+        "the model's logits are not numbers, or all of them are -inf: its weights are damaged"
     )
 
 
