@@ -238,9 +238,9 @@ class HybridModel:
         require_array(f"{caller} got num_tokens", num_tokens, tokens.shape[:1])
         if tokens.shape[1] < 1:
             raise ValueError(f"{caller} got tokens {tokens.dtype}{list(tokens.shape)}, expected T of at least 1")
-        self._require_room(cache.max_len)
         require_params(caller, self.config, self.policy, params)
         batch = ForwardBatch.create(mode, cache, slots, num_tokens, tokens.shape[1], kv_len, parents)
+        self._require_room(cache.max_len)
         # Columns of padding may hold anything, and an id outside the vocabulary would be embedded as NaN.
         return nnx.merge(self.graphdef, params), jnp.where(batch.is_real, tokens, 0), batch
 

@@ -20,7 +20,8 @@ from tests.mamba_spec_jax.heads import KINDS, head_config, random_module
 
 PROMPTS = [[3, 9, 4, 3, 9, 4, 3], [5]]
 DRAFTS, NEW = 3, 8
-METHODS = {"greedy": ms.Greedy(), "sampled": ms.Sampling((ms.TopK(9), ms.TopP(0.9), ms.MinP(0.01)))}
+METHODS = {"greedy": ms.Greedy(), "sampled": ms.Sampling()}
+SAMPLED = {"temperature": 0.8, "seeds": [5, 6], "top_k": 9, "top_p": 0.9, "min_p": 0.01}
 TARGET = ms.HybridModel.create(tiny.DENSE)
 
 
@@ -74,14 +75,13 @@ DRAFTERS = {
 def generation(name: str, method: str, new: int = NEW):
     """The tokens that `generate` emits."""
     drafting = DRAFTERS[name]()
-    options = {"temperature": 0.8, "seeds": [5, 6]} if method == "sampled" else {}
+    options = SAMPLED if method == "sampled" else {}
     return ms.generate(
         drafting.target,
         tiny.random_params(dataclasses.replace(drafting.target, hidden_layers=())),
         PROMPTS,
         drafter=drafting.drafter,
         drafter_params=drafting.params,
-        method=METHODS[method],
         max_new=new,
         logprobs=True,
         chunk_steps=4,
@@ -101,7 +101,7 @@ def own_step(model, params, tokens, cache):
 def traced(name: str, method: str):
     """The program of reading the prompts and of a chunk of steps, traced and never compiled."""
     drafting = DRAFTERS[name]()
-    options = {"temperature": 0.8, "seeds": [5, 6]} if method == "sampled" else {}
+    options = SAMPLED if method == "sampled" else {}
     most = drafting.drafter.max_drafts
 
     def program(params, drafter_params):

@@ -109,7 +109,7 @@ def test_spellings(values, field, expected):
         (LAYERS | {"layer_types": "mamba"}, "layer_types is 'mamba', expected a list"),
         ({"layer_types": ["mamba"]}, "num_hidden_layers is None, expected 1, the number of layer_types"),
         (LAYERS | {"layer_types": ["mamba"]}, "num_hidden_layers is 2, expected 1, the number of layer_types"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi', expected one of None, nope, rope"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi', expected one of null, nope, rope"),
         (
             ROPE | {"rope_parameters": {"rope_type": "su"}},
             "rope_parameters: rope_type is 'su', expected one of def",

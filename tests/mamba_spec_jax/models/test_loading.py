@@ -398,7 +398,7 @@ def test_a_truncated_shard_is_named(tmp_path):
 
 def test_a_pointer_instead_of_weights(folder):
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    refused(folder, r"model\.safetensors is not a complete safetensors file: ")
+    refused(folder, r"model\.safetensors has a header of [0-9]+ bytes, expected [0-9]+ at most: it is damaged")
 
 
 def test_index(tmp_path):
