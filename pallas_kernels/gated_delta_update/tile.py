@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
@@ -63,8 +64,11 @@ def load_stored(tile: Tile, ref: Any, index: tuple, *, where: jax.Array) -> jax.
 
     A row without a slot has slot 0 in its index, which another program may be writing.
     """
-    wanted = jnp.full((tile.rows.size, tile.columns.size), where)
-    return _load(_state_at(tile, ref, index), wanted if tile.has_element is None else wanted & tile.has_element)
+    return lax.cond(
+        where,
+        lambda: _load(_state_at(tile, ref, index), tile.has_element),
+        lambda: jnp.zeros((tile.rows.size, tile.columns.size), ref.dtype),
+    )
 
 
 def load_state(tile: Tile, ref: Any, index: tuple, *, where: jax.Array) -> jax.Array:
