@@ -26,7 +26,6 @@ from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
 from pallas_kernels.history import History
 from pallas_kernels.ring import Ring
-from pallas_kernels.selection import finite
 from pallas_kernels.selective_state_update.arguments import StateUpdate
 from pallas_kernels.selective_state_update.operands import Blocks, Reads, launch_fold, launch_update, path_mask
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
@@ -118,8 +117,8 @@ def _blocks(state: jax.Array) -> Blocks:
 def _state_step(h: jax.Array, token: Token, A: jax.Array) -> jax.Array:
     """One token; every pass advances a state by this."""
     decay = jnp.exp(token.dt * A)
-    x, B = (jnp.where(token.dt == 0, finite(leaf), leaf) for leaf in (token.x, token.B))  # no token there
-    return h * decay + (token.dt * x)[:, None] * B[None, :]
+    added = (token.dt * token.x)[:, None] * token.B[None, :]
+    return jnp.where(token.dt == 0, h, h * decay + added)  # no token there, whatever x and B hold
 
 
 def _as_stored(h: jax.Array, dtype: Any) -> jax.Array:
