@@ -69,7 +69,7 @@ def init_decode(
     temperature_rows = per_row("temperature", temperature, B, np.float32, least=0)
     seeds_rows, filters = seed_rows(seeds, B), Filters.create(B, top_k, top_p, min_p)
     if not np.any(temperature_rows > 0):
-        _refuse_draws(seeds, seeds_rows, filters)
+        _refuse_draws(seeds, seeds_rows, top_k=top_k, top_p=top_p, min_p=min_p)
     if np.any(min_new_rows > max_new_rows):
         raise ValueError(f"min_new {min_new_rows.tolist()} exceeds max_new {max_new_rows.tolist()}")
     longest = int(np.max(lengths.astype(np.int64) + max_new_rows))
@@ -183,12 +183,10 @@ def _ids(prompt: Sequence[int]) -> np.ndarray:
         return np.asarray(None)
 
 
-def _refuse_draws(seeds: Any, seeds_rows: np.ndarray, filters: Filters) -> None:
+def _refuse_draws(seeds: Any, seeds_rows: np.ndarray, **filters: Any) -> None:
     """Raises ValueError for the first option of the draws that is not at its default: greedy rows draw nothing."""
-    default = Filters.create(len(seeds_rows))
-    changed = {
-        name: np.unique(rows).tolist() for name, rows in vars(filters).items() if np.any(rows != getattr(default, name))
-    }
+    off = {"top_k": 0, "top_p": 1, "min_p": 0}
+    changed = {name: value for name, value in filters.items() if np.any(np.asarray(value) != off[name])}
     if np.any(seeds_rows != seed_rows(0, len(seeds_rows))):
         changed["seeds"] = seeds
     for name, value in changed.items():

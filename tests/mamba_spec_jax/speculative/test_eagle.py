@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused():
     drafter, params, _, _ = drafting("eagle3")
     with pytest.raises(ValueError, match=r"hidden states of layers \(0, 2\), but the target returns those of \(\)"):
         ms.generate(TARGET, PARAMS, PROMPTS, drafter=drafter, drafter_params=params, max_new=2)
-    with pytest.raises(ValueError, match="a draft head got no weights: pass what load_drafter, or bind, returned"):
+    with pytest.raises(ValueError, match=r"a draft head got .* as weights: pass what load_drafter, or bind, returned"):
         ms.generate(TARGET.with_hidden_layers((0, 2)), PARAMS, PROMPTS, drafter=drafter, max_new=2)
     with pytest.raises(ValueError, match=r"EagleDrafter\.max_drafts is 0, expected at least 1"):
         EagleDrafter(drafter.head, 0)
