@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
 from pallas_kernels.decode_attention.window import Window
-from pallas_kernels.selection import finite, is_finite, some
+from pallas_kernels.selection import finite
 
 _MOST_QUERIES = 64
 _MOST_KEYS = 128
@@ -163,8 +163,7 @@ def _attend_kernel(division: Plan, window: Window, sources: Any, outputs: Any) -
             k, v = read(key_ref.at[rows]), read(value_ref.at[rows])
             scores = dot(query.astype(common), k.astype(common), (((1,), (1,)), ((), ())), precision=precision(common))
             # Weights of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
-            spoilt = some(~is_finite(v), axis=1)
-            scores = jnp.where(spoilt[None], jnp.nan, scores)
+            scores = scores + jnp.sum(v.astype(jnp.float32) * 0, axis=1)[None]
             scores = jnp.where(written[None] & sees(position), scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             safe_top = jnp.where(new_top > -jnp.inf, new_top, 0)

@@ -28,7 +28,7 @@ from pallas_kernels.gated_delta_update.operands import launch_fold, launch_updat
 from pallas_kernels.gated_delta_update.recurrence import Tokens
 from pallas_kernels.gated_delta_update.tile import Tile, cut, load_stored, slot_of, store_state
 from pallas_kernels.history import History
-from pallas_kernels.selection import finite, is_finite, selected, some
+from pallas_kernels.selection import finite, selected
 from pallas_kernels.tree import ancestor_mask
 
 _ROWS, _COLUMNS = 32, 64  # of V, and of K in one part
@@ -62,8 +62,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         state, (keys, queries) = decay.products(start, "k", "q")
         updates = _updates(window, keys)
         # Scores of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
-        spoilt = some(~is_finite(updates), axis=1)
-        scores = jnp.where((queries.scores != 0) & spoilt[None, :], jnp.nan, queries.scores)
+        scores = jnp.where(queries.scores != 0, queries.scores + jnp.sum(updates * 0, axis=1)[None, :], 0)
         o = (queries.carried + dot(scores, finite(updates))) * (call.scale * queries.unit)[:, None]
         o = jnp.where(window.exist[:, None], o, 0)
         at = o_ref.at[b, t[:, None], parts[0].head, parts[0].rows[None, :]]
