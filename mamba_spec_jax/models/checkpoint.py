@@ -28,7 +28,7 @@ CONSTANTS = (
     ".mup_vector",
 )  # fmt: skip
 # Above what published checkpoints have, and small enough to be parsed in a second.
-_MOST_BYTES = {"tokenizer.json": 2**26, _INDEX: 2**25}
+_MOST_BYTES = {"tokenizer.json": 2**26, "tokenizer_config.json": 2**24, _INDEX: 2**25}
 _MOST_BYTES_OF_OTHERS = 2**22
 _MOST_CONTAINERS = 200_000  # in a JSON file
 _MOST_HEADER = 2**25  # bytes that describe the weights of a safetensors file
@@ -83,7 +83,7 @@ def read_json(path: Path) -> Any:
     if sum(map(text.count, "[{")) > _MOST_CONTAINERS:
         raise ValueError(f"{path} has more than {_MOST_CONTAINERS} lists and objects, which no checkpoint needs")
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text)
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deep") from error
     except ValueError as error:
@@ -122,15 +122,6 @@ def check_file(path: Path) -> int:
             f"{path} has {format_bytes(status.st_size)}, but such a file may have {format_bytes(most)} at most"
         )
     return most
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has {twice!r} twice")
-    return values
 
 
 class WeightFiles:

@@ -19,7 +19,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MOST_TEXT = 2**18  # characters of a template; published ones have up to 2**15
-_MOST_SECONDS = 1.5  # of the thread's own time
+_MOST_SECONDS = 1.0  # of the thread's own time
 _MOST_SIZE = 2**25  # characters of all that one rendering makes, intermediate results included
 _PER_ELEMENT = 64  # characters that an element of a list counts as
 _MOST_NUMBER = 10**6  # given to a filter or a method of a text
@@ -27,7 +27,11 @@ _MOST_BITS = 2**14  # of a product or a power
 # Not used by chat templates; their time or size depends on their input in ways that are not charged.
 _REMOVED_FILTERS = ("filesizeformat", "pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _UNCHECKED_FILTERS = ("default", "d")
-_WIDTH = re.compile(r"\d{5,}|\*")
+# A width or precision of five digits, or one that the arguments give: in `%` formats, and in those of `str.format`.
+_WIDTHS = (
+    re.compile(r"%(\([^)]*\))?[-+ #0]*(\*|\d{5}|\d*\.(\*|\d{5}))"),
+    re.compile(r"\{[^{}]*(\{|:[^{}]*\d{5})"),
+)
 
 _budget: contextvars.ContextVar["_Budget"] = contextvars.ContextVar("template budget")
 
@@ -88,6 +92,13 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             _check_widths(left)
         return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """`str.format` and `format_map` when a template names them, which jinja2 replaces by functions of its own."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_widths(value.__self__)
+        return wrapped
 
     def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
         owner = getattr(function, "__self__", None)
@@ -213,7 +224,8 @@ def _check_numbers(name: str, values: Any) -> None:
 
 
 def _check_widths(form: str) -> None:
-    if _WIDTH.search(form):
+    plain = form.replace("{{", "").replace("}}", "")  # braces that are written, not filled in
+    if any(width.search(text) for width, text in zip(_WIDTHS, (form, plain), strict=True)):
         raise LimitExceeded("it formats with a width of more than four digits")
 
 
@@ -227,8 +239,6 @@ def _check_text_method(name: str, owner: Any, args: tuple, options: Mapping) -> 
     _check_numbers(name, values)
     if name == "replace":
         _check_replacement(owner, *args[:2])
-    elif name in ("format", "format_map"):
-        _check_widths(owner)
     elif name == "join" and args and isinstance(args[0], list | tuple):
         _step(len(owner) * len(args[0]))
     elif name == "expandtabs":
