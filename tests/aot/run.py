@@ -6,6 +6,8 @@ Needs the dependency group `aot` and no GPU. Each target has its own process: Mo
 sees, and a crash in the compiler must not take the others along.
 """
 
+import itertools
+import operator
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ _HEADINGS = (
 )  # fmt: skip
 _WIDTHS = (7, 15, 42, 9, 7, 10, 13, 7, 16, 20, 12)
 _ONE = "--one"
+_BROKEN = "BROKEN"
 _AT_ONCE = 2  # targets
 _WHOLE_STEPS = ("sm_90",)
 
@@ -43,16 +46,22 @@ def main(arguments: list[str]) -> int:
     names = arguments or list(TARGETS)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         runs = dict(zip(names, pool.map(_in_own_process, names), strict=True))
-    failed = [name for name, code in runs.items() if code]
+    failed = {name: broken for name, (code, broken) in runs.items() if code}
+    for name, broken in failed.items():  # again, since a long log is read from its end
+        print(f"{name}:", *broken or ("the process ended early",), sep="\n")
     print(f"broken promises on {', '.join(failed)}" if failed else "every promise kept")
     return 1 if failed else 0
 
 
-def _in_own_process(name: str) -> int:
+def _in_own_process(name: str) -> tuple[int, list[str]]:
+    """The exit status, and each row with a broken promise followed by what was broken."""
     command = [sys.executable, "-m", "tests.aot.run", _ONE, name]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     print(done.stdout, end="", flush=True)
-    return done.returncode
+    lines = done.stdout.splitlines()
+    marked = [_BROKEN in line for line in lines]
+    before_marked = [*marked[1:], False]
+    return done.returncode, list(itertools.compress(lines, map(operator.or_, marked, before_marked)))
 
 
 def _check(name: str) -> int:
@@ -64,13 +73,15 @@ def _check(name: str) -> int:
             print(_row(name, case, program), flush=True)
             promises = suite.broken_promises(case, program)
             for message in promises:
-                print(f"        BROKEN: {message}", flush=True)
+                print(f"        {_BROKEN}: {message}", flush=True)
             broken += bool(promises)
         if len(todo) != suite.expected(name):
-            print(f"        BROKEN: {len(todo)} cases of {suite.__name__} compiled for {name}", flush=True)
+            print(f"        {_BROKEN}: {len(todo)} cases of {suite.__name__} compiled for {name}", flush=True)
             broken += 1
     for step, found in broken_steps(TARGETS[name]) if name in _WHOLE_STEPS else ():
-        print(f"{name:7} {step}: {'; '.join(found) or 'nothing is copied'}", flush=True)
+        print(f"{name:7} {step}: {'' if found else 'nothing is copied'}", flush=True)
+        for message in found:
+            print(f"        {_BROKEN}: {message}", flush=True)
         broken += bool(found)
     return 1 if broken else 0
 
