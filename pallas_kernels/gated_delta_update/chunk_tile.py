@@ -18,7 +18,7 @@ from pallas_kernels.chunked import before, decays, dot, grid
 from pallas_kernels.compat import triton
 from pallas_kernels.gated_delta_update.recurrence import EPS, Tokens
 from pallas_kernels.gated_delta_update.tile import Tile
-from pallas_kernels.selection import finite, is_finite, selected, some
+from pallas_kernels.selection import finite, selected
 
 State = list[jax.Array]
 
@@ -170,8 +170,9 @@ class ChannelDecay(NamedTuple):
 
         def of_part(part, s):
             k, g = self.window.load("k", part), self.window.load("g", part)
-            spoilt = some((self.visible > 0) & some(~is_finite(g), axis=1)[:, None], axis=0)
-            since_start = jnp.where(spoilt[:, None], jnp.nan, jnp.exp(dot(path, finite(g))))
+            # 0, or NaN for the tokens that see a gate which is not finite.
+            mark = jnp.sum(selected(self.visible, jnp.sum(g * 0, axis=1)[:, None]), axis=0)
+            since_start = jnp.exp(dot(path, finite(g)) + mark[:, None])
             xs = [(k if name == "k" else self.window.load(name, part)).astype(jnp.float32) for name in names]
             carried = [dot(x * since_start, s.T) for x in xs]
 
