@@ -6,6 +6,7 @@ around an expression, and decoding one token would not have the bits of verifyin
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,9 @@ def rounded(product: jax.Array) -> jax.Array:
     return jnp.maximum(product, jnp.finfo(jnp.float32).min)
 
 
-def fenced(value: jax.Array) -> jax.Array:
-    """A value computed by itself, into a buffer of its own, rather than again inside whatever reads it."""
-    return jax.lax.optimization_barrier(value)
+def fenced(values: Any) -> Any:
+    """A pytree of values, each computed once and stored in its dtype, not recomputed inside whatever reads it."""
+    return jax.lax.optimization_barrier(values)
 
 
 def contract(matrix: jax.Array, vector: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
+from pallas_kernels.loops import varying_axes
 
 THREADS = 32  # of a warp
 
@@ -57,7 +58,7 @@ def launch(
         grid=grid,
         in_specs=[anywhere] * (len(read) + len(updated)),
         out_specs=[anywhere] * (len(filled) + len(updated)),
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in filled + updated],
+        out_shape=result_shapes(filled + updated, read + updated),
         input_output_aliases={len(read) + i: len(filled) + i for i in range(len(updated))},
         # One stage: latency is hidden by other programs, and copies in flight would take their registers.
         compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=1),
@@ -67,3 +68,9 @@ def launch(
         jax.tree.unflatten(jax.tree.structure(outputs), results[: len(filled)]),
         jax.tree.unflatten(jax.tree.structure(buffers), results[len(filled) :]),
     )
+
+
+def result_shapes(results: list[Any], operands: list[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+    """A kernel's `out_shape`: under `jax.shard_map`, results vary over the mesh axes over which any operand does."""
+    kind = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
+    return [jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=kind) for result in results]

@@ -19,6 +19,7 @@ from mamba_spec_jax.array_types import Array, Float, Rows
 from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.cache.pools import LeafSpec, slot_index
+from pallas_kernels import loops
 from pallas_kernels import ring as rings
 from pallas_kernels.arithmetic import alike, contract, fenced, rounded
 from pallas_kernels.ring import Ring
@@ -88,7 +89,7 @@ class Mamba1(Recurrence):
 
     def _tokens(self, mixed: Array, inputs: Mamba1Inputs, batch: ForwardBatch) -> Mamba1Tokens:
         dt, B, C = inputs.parameters(mixed)
-        return Mamba1Tokens(x=mixed, dt=fenced(jnp.where(batch.is_real[..., None], dt, 0)), B=B, C=C)
+        return Mamba1Tokens(x=mixed, dt=jnp.where(batch.is_real[..., None], dt, 0), B=B, C=C)
 
     def _scan(
         self, index: int, tokens: Mamba1Tokens, inputs: Mamba1Inputs, batch: ForwardBatch, state: Array
@@ -126,7 +127,7 @@ class Mamba1(Recurrence):
             return jnp.where((t < counts)[:, None, None, None], after, h)
 
         most = jnp.minimum(jnp.max(counts, initial=0), kept["dt"].shape[1])
-        return jax.lax.fori_loop(jnp.int32(0), most, step, h0)
+        return loops.fori_loop(jnp.int32(0), most, step, h0)
 
 
 def _step_scan(
@@ -146,7 +147,7 @@ def _step_scan(
         return (h, snapshots), y
 
     times = jnp.arange(tokens.dt.shape[1], dtype=jnp.int32)
-    (h, snapshots), y = jax.lax.scan(step, (h0, snapshots), (_time_first(tokens), times))
+    (h, snapshots), y = loops.scan(step, (h0, snapshots), (_time_first(tokens), times))
     return jnp.moveaxis(y, 0, 1), h, snapshots
 
 
@@ -164,7 +165,7 @@ def _step_tree(
         h, y = _advance(jnp.where((parent < 0)[:, None, None, None], h0, before), token, A, D)
         return states.at[layer, :, t].set(h), y
 
-    states, y = jax.lax.scan(step, states, (_time_first(tokens), jnp.arange(T, dtype=jnp.int32), parents.T))
+    states, y = loops.scan(step, states, (_time_first(tokens), jnp.arange(T, dtype=jnp.int32), parents.T))
     return jnp.moveaxis(y, 0, 1), None if snapshots is None else states
 
 

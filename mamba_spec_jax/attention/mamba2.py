@@ -101,7 +101,7 @@ class Mamba2(Recurrence):
         x, b, c = jnp.split(mixed, [inner, inner + self.groups * self.state], axis=-1)
         bias = inputs.weights.dt_bias.astype(jnp.float32)[None, None]
         dt = alike(jax.nn.softplus, inputs.dt.astype(jnp.float32) + bias)
-        dt = fenced(jnp.where(batch.is_real[..., None], jnp.clip(dt, *self.dt_limits), 0))
+        dt = jnp.where(batch.is_real[..., None], jnp.clip(dt, *self.dt_limits), 0)
         return SSMInputs(
             x=x.reshape(B, T, self.heads, self.head_dim),
             dt=dt,

@@ -13,8 +13,9 @@ from mamba_spec_jax.cache.pools import LeafSpec, MambaPool, PoolSpec, RingSpec, 
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.modes import CommitStrategy, ReplayRing, SpeculativeMode
-from pallas_kernels import causal_conv1d_update, state_commit
+from pallas_kernels import causal_conv1d_update, loops, state_commit
 from pallas_kernels import ring as rings
+from pallas_kernels.arithmetic import fenced
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.order import available_after
 from pallas_kernels.ring import Ring
@@ -126,7 +127,8 @@ class Recurrence(abc.ABC):
         Without a record the pool advances. With one, what its slots hold stays the same; under REPLAY the window's
         inputs are written behind the history, and where the ring gets full the history is folded into the state.
         """
-        x, weights = inputs.conv_inputs, inputs.weights
+        # Fenced: XLA may skip rounding to 16 bits what it computes on with, and a pool or ring keeps it rounded.
+        x, weights = fenced(inputs.conv_inputs), inputs.weights
         mixed, conv, conv_inputs = causal_conv1d_update(
             x,
             pool.conv,
@@ -142,7 +144,7 @@ class Recurrence(abc.ABC):
         )
         if batch.parents is not None:  # a padding node has a weight of zero among other branches, if it is finite
             mixed = jnp.where(batch.is_real[..., None], mixed, 0)
-        tokens = self._tokens(mixed, inputs, batch)
+        tokens = fenced(self._tokens(mixed, inputs, batch))
         if record is None:
             pool = dataclasses.replace(self._settle(index, pool, inputs, batch.slots), conv=conv)
             y, ssm = self._scan(index, tokens, inputs, batch, pool.ssm)
@@ -266,7 +268,7 @@ class Recurrence(abc.ABC):
 
         # A layer's states at a time.
         return dataclasses.replace(
-            pool, ssm=jax.lax.fori_loop(jnp.int32(0), jnp.int32(pool.ssm.shape[0]), layer, pool.ssm)
+            pool, ssm=loops.fori_loop(jnp.int32(0), jnp.int32(pool.ssm.shape[0]), layer, pool.ssm)
         )
 
 

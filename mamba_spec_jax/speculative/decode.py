@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Int32, RowFlags, Rows, Seeds, Tokens
@@ -17,6 +16,7 @@ from mamba_spec_jax.speculative.drafts import propose, require_fitting, to_draft
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import Filters, Method, TokenChoice
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, limit_accept
+from pallas_kernels import loops
 
 
 @flax.struct.dataclass
@@ -221,7 +221,7 @@ def decode_steps(
     drafter_params: Any = None,
 ) -> DecodeState:
     """`num_steps` steps with a known trip count, so that no predicate travels to the host; arguments as the step's."""
-    return jax.lax.fori_loop(
+    return loops.fori_loop(
         0,
         num_steps,
         lambda _, carry: speculative_decode_step(
@@ -256,7 +256,7 @@ def decode_until_finished(
         state = speculative_decode_step(model, params, state, drafter, method, num_drafts, stops, drafter_params)
         return state, steps + 1
 
-    return jax.lax.while_loop(goes_on, step, (state, jnp.int32(0)))[0]
+    return loops.while_loop(goes_on, step, (state, jnp.int32(0)))[0]
 
 
 def _progress(draft: Draft, output: ModelOutput, result: AcceptResult) -> Progress:

@@ -25,6 +25,7 @@ from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import Greedy, Method, Sampling, TokenChoice
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
 from mamba_spec_jax.speculative.tree_acceptance import walk_tree
+from pallas_kernels import loops
 
 _DEFAULT_DRAFTS = 8  # of prompt lookup
 _JUDGED_DRAFTS = 4  # made in a plain chunk; each costs one `propose`
@@ -322,7 +323,7 @@ def _chunk(model, params, state, drafter, method, num_drafts, stops, num_steps, 
         return decode(state, num_steps // looks), (proposal.tokens, proposal.parents, counts, state.lengths)
 
     if looks:
-        state, (drafts, parents, counts, starts) = jax.lax.scan(look_and_decode, state, length=looks)
+        state, (drafts, parents, counts, starts) = loops.scan(look_and_decode, state, length=looks)
         foreseen = jax.vmap(_foreseen, in_axes=(0, 0, 0, 0, None))(drafts, parents, counts, starts, state)
     else:
         state = decode(state, num_steps)

@@ -15,6 +15,7 @@ import numpy as np
 
 from mamba_spec_jax.array_types import Array, Bool, Float, Int32, Rows, Seeds
 from mamba_spec_jax.speculative.rows import per_row
+from pallas_kernels import loops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,10 +241,10 @@ def _lowest_kept(
         return jnp.where(kept, middle, low), jnp.where(kept, high, middle)
 
     def while_apart(ends):
-        return jax.lax.while_loop(lambda ends: jnp.any(ends[1] - ends[0] > 1), halve, ends)
+        return loops.while_loop(lambda ends: jnp.any(ends[1] - ends[0] > 1), halve, ends)
 
     def always(ends):
-        return jax.lax.fori_loop(0, 31, lambda _, ends: halve(ends), ends)
+        return loops.fori_loop(0, 31, lambda _, ends: halve(ends), ends)
 
     infinity = int(np.float32(np.inf).view(np.int32))
     shape = (*log_probs.shape[:-1], 1)

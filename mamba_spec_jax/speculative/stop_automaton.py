@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mamba_spec_jax.array_types import Array, Bool, Int32, Rows, Tokens
 from mamba_spec_jax.speculative.text import encode_stops
+from pallas_kernels import loops
 
 # Tables are padded to these sizes and to four times as much as often as it takes, so that other stop strings rarely
 # mean another program.
@@ -107,7 +107,7 @@ class StopAutomaton:
             state = jnp.where(after < 0, ~after, after)
             return state, (state, after < 0)
 
-        _, (visited, completes) = jax.lax.scan(read, states, column.T, unroll=True)
+        _, (visited, completes) = loops.scan(read, states, column.T, unroll=True)
         after = jnp.take_along_axis(visited.T, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
         read_columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         return completes.T & read_columns, jnp.where(lengths > 0, after, states)

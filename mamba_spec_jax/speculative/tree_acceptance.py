@@ -7,6 +7,7 @@ from mamba_spec_jax.array_types import Array, Bool, Float, Logits, Parents, Rows
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.speculative.rejection import drawn_from, normalised, residual, without
 from mamba_spec_jax.speculative.sampling import Purpose, draw_keys, draw_tokens, draw_uniforms
+from pallas_kernels import loops
 from pallas_kernels.tree import ancestor_mask, earlier_parents
 
 
@@ -76,7 +77,7 @@ def reject_tree(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) ->
 
     B, T, _ = log_p.shape
     start = jnp.zeros((B,), jnp.int32), jnp.exp(log_p[:, 0]), jnp.zeros_like(probs[:, 0]), jnp.ones((B,), bool)
-    (node, p, _, untested), _ = jax.lax.scan(test, start, jnp.arange(1, T, dtype=jnp.int32))
+    (node, p, _, untested), _ = loops.scan(test, start, jnp.arange(1, T, dtype=jnp.int32))
 
     def at_node(leaf):
         return jnp.take_along_axis(leaf, node.reshape(B, *[1] * (leaf.ndim - 1)), axis=1)[:, 0]

@@ -7,6 +7,7 @@ position would change no bit, so `ends_early` stops at the last one that any row
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import loops
 from pallas_kernels.decode_attention.window import Window
 from pallas_kernels.selection import finite, is_finite
 
@@ -72,7 +73,7 @@ def attend(
     if ends_early and window.since is not None:
         first = jnp.min(jnp.where(ends > 0, window.since, jnp.max(ends)))
         begin = jnp.clip(first // block, 0, visited)
-    _, total, mixed = jax.lax.fori_loop(begin, jnp.int32(visited), visit, carry)
+    _, total, mixed = loops.fori_loop(begin, jnp.int32(visited), visit, carry)
     mixed = mixed / jnp.where(total > 0, total, 1)[..., None]  # rows that see nothing give zeros
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, Hq, Dh).astype(query.dtype)
 

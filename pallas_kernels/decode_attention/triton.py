@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.compat import triton
 from pallas_kernels.decode_attention.window import Window
+from pallas_kernels.launch import result_shapes
 from pallas_kernels.selection import finite
 
 _MOST_QUERIES = 64
@@ -125,7 +126,7 @@ def _launch(division: Plan, window: Window, kernel, grid, sources, outputs) -> l
         grid=grid,
         in_specs=[anywhere] * count,
         out_specs=[anywhere] * len(outputs),
-        out_shape=list(outputs),
+        out_shape=result_shapes(list(outputs), jax.tree.leaves(inputs)),
         compiler_params=triton.CompilerParams(num_warps=division.warps, num_stages=2),
         interpret=division.interpret,
     )(*jax.tree.leaves(inputs))
@@ -163,7 +164,7 @@ def _attend_kernel(division: Plan, window: Window, sources: Any, outputs: Any) -
             k, v = read(key_ref.at[rows]), read(value_ref.at[rows])
             scores = dot(query.astype(common), k.astype(common), (((1,), (1,)), ((), ())), precision=precision(common))
             # Weights of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
-            scores = scores + jnp.sum(v.astype(jnp.float32) * 0, axis=1)[None]
+            scores = scores + jnp.sum(v * 0, axis=1, dtype=v.dtype)[None].astype(scores.dtype)
             scores = jnp.where(written[None] & sees(position), scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             safe_top = jnp.where(new_top > -jnp.inf, new_top, 0)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import loops
 from pallas_kernels.gated_delta_update.recurrence import Tokens, unit_tokens
 from pallas_kernels.gated_delta_update.window import last_state, outputs, solve
 
@@ -20,6 +21,6 @@ def chunk_scan(state: jax.Array, tokens: Tokens, scale: float, chunk_size: int) 
         solved = solve(state, unit_tokens(window, scale), None)
         return last_state(solved), outputs(solved)
 
-    state, o = jax.lax.scan(step, state.astype(jnp.float32), jax.tree.map(chunks, tokens))
+    state, o = loops.scan(step, state.astype(jnp.float32), jax.tree.map(chunks, tokens))
     o = jnp.moveaxis(o, 0, 1)
     return o.reshape(o.shape[0], -1, *o.shape[3:])[:, :T], state

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import loops
 from pallas_kernels.arithmetic import alike, contract, fenced, rounded
 
 EPS = 1e-6  # under the root of a key's squared length
@@ -106,7 +107,7 @@ def step_scan(
             snapshots = snapshots.at[index, :, t].set(state)
         return (state, snapshots), jnp.where(_rows(t < num_tokens, output), output, 0)
 
-    (state, snapshots), outputs = jax.lax.scan(step, (state, snapshots), _numbered(prepared(tokens, scale)))
+    (state, snapshots), outputs = loops.scan(step, (state, snapshots), _numbered(prepared(tokens, scale)))
     return jnp.moveaxis(outputs, 0, 1), state, snapshots
 
 
@@ -135,7 +136,7 @@ def step_tree(
         new, output = advance(before, token)
         return states.at[layer, :, t].set(new), jnp.where(_rows(t < num_tokens, output), output, 0)
 
-    states, outputs = jax.lax.scan(step, states, (_numbered(prepared(tokens, scale)), parents.T))
+    states, outputs = loops.scan(step, states, (_numbered(prepared(tokens, scale)), parents.T))
     return jnp.moveaxis(outputs, 0, 1), None if snapshots is None else states
 
 
@@ -152,7 +153,7 @@ def fold(state: jax.Array, tokens: Tokens, num_tokens: jax.Array) -> jax.Array:
         return jnp.where(_rows(t < num_tokens, new), new, state)
 
     longest = jnp.clip(jnp.max(num_tokens), 0, tokens.k.shape[1])
-    return jax.lax.fori_loop(jnp.int32(0), longest, step, state)
+    return loops.fori_loop(jnp.int32(0), longest, step, state)
 
 
 def per_head(leaf: jax.Array, heads: int, axis: int = 1) -> jax.Array:

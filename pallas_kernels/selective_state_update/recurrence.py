@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import loops
 from pallas_kernels.arithmetic import alike, contract, rounded
 from pallas_kernels.selection import finite
 
@@ -60,7 +61,7 @@ def step_scan(
             snapshots = snapshots.at[layer, :, t].set(h)
         return (h, snapshots), y
 
-    (h, snapshots), y = jax.lax.scan(step, (h0, snapshots), _scanned(inputs, A))
+    (h, snapshots), y = loops.scan(step, (h0, snapshots), _scanned(inputs, A))
     return jnp.moveaxis(y, 0, 1), h, snapshots
 
 
@@ -89,7 +90,7 @@ def step_tree(
         h, y = _advance(jnp.where((parent < 0)[:, None, None, None], h0, before), token, decay, D)
         return states.at[at, :, t].set(h), y
 
-    states, y = jax.lax.scan(step, states, (_scanned(inputs, A), parents.T))
+    states, y = loops.scan(step, states, (_scanned(inputs, A), parents.T))
     return jnp.moveaxis(y, 0, 1), None if snapshots is None else states
 
 
@@ -106,7 +107,7 @@ def fold(h0: jax.Array, inputs: SSMInputs, A: jax.Array, num_tokens: jax.Array) 
         return jnp.where((t < num_tokens)[:, None, None, None], after, h)
 
     most = jnp.minimum(jnp.max(num_tokens, initial=0), inputs.dt.shape[1])
-    return jax.lax.fori_loop(jnp.int32(0), most, step, h0)
+    return loops.fori_loop(jnp.int32(0), most, step, h0)
 
 
 def _advance(h: jax.Array, token: SSMInputs, decay: jax.Array, D: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import loops
 from pallas_kernels.arithmetic import rounded
 from pallas_kernels.selective_state_update import dual
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
@@ -23,7 +24,7 @@ def chunk_scan(
         y = dual.window_outputs(h, window, D, dual.running_sums(rounded(window.dt * A[None, None])))
         return dual.window_end(h, window, A), y
 
-    h, y = jax.lax.scan(step, h0.astype(jnp.float32), chunks)
+    h, y = loops.scan(step, h0.astype(jnp.float32), chunks)
     y = jnp.moveaxis(y, 0, 1)
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :T], h
 

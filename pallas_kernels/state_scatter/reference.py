@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import compat
+from pallas_kernels import compat, loops
 from pallas_kernels.arguments import Indices
 from pallas_kernels.entries import inside
 
@@ -65,7 +65,7 @@ def write(array: jax.Array, values: jax.Array, start: tuple) -> jax.Array:
 def for_each(valid: jax.Array, body: Callable, carry):
     """Folds `body(i, carry)` over the positions where `valid [B]` holds, in order."""
     order = jnp.argsort(~valid, stable=True).astype(jnp.int32)
-    return lax.fori_loop(jnp.int32(0), valid.sum(dtype=jnp.int32), lambda n, carry: body(order[n], carry), carry)
+    return loops.fori_loop(jnp.int32(0), valid.sum(dtype=jnp.int32), lambda n, carry: body(order[n], carry), carry)
 
 
 def scatter_rows(pool: jax.Array, slots: jax.Array, valid: jax.Array, values: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.arguments import Indices
 from pallas_kernels.compat import triton
 from pallas_kernels.entries import Entry, read_entry
-from pallas_kernels.launch import THREADS
+from pallas_kernels.launch import THREADS, result_shapes
 
 _BLOCK_BYTES = 16 * 1024
 NUM_WARPS = 4
@@ -84,7 +84,7 @@ def launch(
         grid=grid,
         in_specs=[anywhere] * (before + len(pools)),
         out_specs=[anywhere] * len(pools),
-        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
+        out_shape=result_shapes(pools, jax.tree.leaves((inputs, sources, pools))),
         input_output_aliases={before + i: i for i in range(len(pools))},
         compiler_params=triton.CompilerParams(num_warps=NUM_WARPS),
         interpret=interpret,

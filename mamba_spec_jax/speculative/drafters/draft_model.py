@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, ClassVar, Protocol
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Rows, Tokens
@@ -13,6 +12,7 @@ from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
 from mamba_spec_jax.modes import ForwardMode
 from mamba_spec_jax.speculative.protocol import Progress, Proposal, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import TokenChoice
+from pallas_kernels import loops
 
 
 class DraftModel(SpeculativeModel, Protocol):
@@ -96,7 +96,7 @@ class DraftModelDrafter:
             return (choose(output.logits[:, 0], lengths + at), scratch), (token, output.record)
 
         steps = jnp.arange(num_drafts + 1, dtype=jnp.int32)
-        (_, scratch), (read, records) = jax.lax.scan(step, (root, state.cache), steps)
+        (_, scratch), (read, records) = loops.scan(step, (root, state.cache), steps)
         cache = dataclasses.replace(state.cache, kv=scratch.kv, awaiting_commit=True)
         return Proposal(
             tokens=read[1:].T,

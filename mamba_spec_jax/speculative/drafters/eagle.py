@@ -4,12 +4,12 @@ import dataclasses
 from typing import Any, ClassVar
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Rows, Tokens
 from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Progress, Proposal, require_head
 from mamba_spec_jax.speculative.sampling import TokenChoice
+from pallas_kernels import loops
 
 
 @flax.struct.dataclass
@@ -88,7 +88,7 @@ class EagleDrafter:
             at += 1
         if at < num_drafts:
             first = at
-            carry, more = jax.lax.scan(
+            carry, more = loops.scan(
                 lambda carry, at: step(carry, at, layers - 1, at - first),
                 carry,
                 jnp.arange(first, num_drafts, dtype=jnp.int32),

@@ -11,7 +11,16 @@ from pallas_kernels.selective_state_update.recurrence import SSMInputs
 from pallas_kernels.ssd_chunk_scan.reference import chunk_scan
 
 from . import oracle
-from .recurrent import SLOTS, assert_same_bits, forward, make_backend, make_inputs, make_weights, occupied
+from .recurrent import (
+    SLOTS,
+    assert_same_bits,
+    forward,
+    make_backend,
+    make_inputs,
+    make_weights,
+    occupied,
+    projected,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -65,7 +74,7 @@ def test_prefill_against_float64(options):
     for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
         if slot < 0 or count == 0:
             continue
-        inputs = (leaf[0, row, :count].astype(np.float64) for leaf in (xBC, dt))
+        inputs = (projected(leaf[0, row, :count]).astype(np.float64) for leaf in (xBC, dt))
         state, window = ssm[0, slot].astype(np.float64), conv[0, slot].astype(np.float64)
         y, states, window = oracle.mamba2(backend.linear, weights[0], window, state, *inputs)
         np.testing.assert_allclose(outputs[0, row, :count], y, rtol=5e-5, atol=5e-5)

@@ -43,7 +43,7 @@ CASES = {
     "groups": {"conv_width": 5, "heads": 6, "groups": 3},
     "gated delta rule": {"kind": "gated_delta", "layers": 2, "beta_scale": 2.0},
     "convolution alone": {"kind": "short_conv", "layers": 2, "conv_width": 3},
-    "mamba1": {"kind": "mamba1", "ssm_dtype": "bfloat16"},
+    "mamba1": {"kind": "mamba1", "ssm_dtype": "bfloat16", "conv_dtype": "bfloat16", "activations": "bfloat16"},
     "decay per channel": {
         "kind": "gated_delta",
         "channel_decay": True,

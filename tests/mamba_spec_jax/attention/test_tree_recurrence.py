@@ -26,6 +26,7 @@ from .recurrent import (
     make_inputs,
     make_weights,
     occupied,
+    projected,
 )
 
 T = 6
@@ -85,7 +86,7 @@ def chain(case, num_tokens):
     backend, weights, cache, inputs = scene(SNAPSHOT, case)
     outputs, _, record = run(backend, weights, cache, inputs, np.array(num_tokens), None)
     ssm, conv = (np.asarray(pool)[:, OWNED] for pool in (cache.mamba.ssm, cache.mamba.conv))
-    history = np.concatenate([conv, inputs[0].astype(conv.dtype)], axis=2)
+    history = np.concatenate([conv, projected(inputs[0]).astype(conv.dtype)], axis=2)
     windows = [history[:, :, t + 1 : t + 1 + conv.shape[2]] for t in range(T)] + [conv]
     states = np.concatenate([np.asarray(record.recurrent), ssm[:, :, None]], axis=2)
     return np.asarray(outputs), MambaPool(states, np.stack(windows, axis=2))
