@@ -54,3 +54,9 @@ def alike(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array
         return function(x)
     padded = fenced(jnp.pad(x.reshape(-1), (0, -x.size % _LANES)).reshape(-1, _LANES))
     return fenced(function(padded)).reshape(-1)[: x.size].reshape(x.shape)
+
+
+def log_softmax(x: jax.Array) -> jax.Array:
+    """`jax.nn.log_softmax` over the last axis, with bits that do not depend on a row's index."""
+    shifted = x - jnp.max(x, axis=-1, keepdims=True)
+    return shifted - alike(jnp.log, jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))

@@ -3,7 +3,6 @@
 import dataclasses
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import (
@@ -34,6 +33,7 @@ from mamba_spec_jax.speculative.sampling import (
     mask_logits,
 )
 from mamba_spec_jax.speculative.tree_acceptance import reject_tree, walk_tree
+from pallas_kernels.arithmetic import log_softmax
 
 
 @flax.struct.dataclass
@@ -214,7 +214,7 @@ def _leading(flags: Bool[Array, "B K"]) -> Rows:
 
 
 def _own_log_probs(logits: Logits, result: AcceptResult) -> Float[Array, "B T"]:
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    log_probs = log_softmax(logits.astype(jnp.float32))
     emitted = result.tokens >= 0
     tokens = jnp.where(emitted, result.tokens, 0)
     if result.path is None:

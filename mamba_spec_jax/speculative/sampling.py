@@ -16,6 +16,7 @@ import numpy as np
 from mamba_spec_jax.array_types import Array, Bool, Float, Int32, Rows, Seeds
 from mamba_spec_jax.speculative.rows import per_row
 from pallas_kernels import loops
+from pallas_kernels.arithmetic import log_softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ def filtered_log_probs(
     drawn = temperature > 0
     # The maximum goes first: a tiny temperature then gives 0 and -inf rather than inf - inf.
     centred = logits - jnp.max(logits, axis=-1, keepdims=True)
-    log_probs = jax.nn.log_softmax(centred / jnp.where(drawn, temperature, 1), axis=-1)
+    log_probs = log_softmax(centred / jnp.where(drawn, temperature, 1))
     if filters is not None:
         log_probs = filters.apply(log_probs, drawn)
     best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
@@ -215,7 +216,7 @@ def _like_rows(rows: Array, values: Float[Array, "B *N V"]) -> Array:
 
 def _keep(log_probs: Float[Array, "*N V"], lowest: Float[Array, "*N 1"], on: Bool[Array, "*N 1"]) -> Array:
     kept = jnp.where(log_probs >= lowest, log_probs, -jnp.inf)
-    return jnp.where(on, jax.nn.log_softmax(kept, axis=-1), log_probs)
+    return jnp.where(on, log_softmax(kept), log_probs)
 
 
 @jax.jit

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import loops
+from pallas_kernels.arithmetic import alike
 from pallas_kernels.decode_attention.window import Window
 from pallas_kernels.selection import finite, is_finite
 
@@ -50,8 +51,8 @@ def attend(
         scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
-        weights = jnp.exp(scores - safe_top[..., None])
-        keep = jnp.exp(top - safe_top)
+        weights = alike(jnp.exp, scores - safe_top[..., None])
+        keep = alike(jnp.exp, top - safe_top)
         update = jnp.einsum(
             "bgrts,bsgd->bgrtd",
             weights.astype(v.dtype),

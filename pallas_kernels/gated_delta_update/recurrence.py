@@ -162,7 +162,7 @@ def per_head(leaf: jax.Array, heads: int, axis: int = 1) -> jax.Array:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(contract(x[..., None, :], x) + EPS)
+    return x * alike(jax.lax.rsqrt, contract(x[..., None, :], x) + EPS)
 
 
 def _numbered(leaves: Tokens) -> tuple[Tokens, jax.Array]:

@@ -1,4 +1,4 @@
-"""The products of a traced program, and whether a token's bits depend on where its row stands."""
+"""What of a traced program may give a token other bits at another index: products, and what vector loops leave over."""
 
 import math
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
+import jax.extend.source_info_util
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +15,11 @@ TOKENS = 13
 # Rows that a product is run with. XLA's loops over rows take 4, 8 or 16 at a time: each count leaves others over.
 ROWS = (13, 39)
 MORE_ROWS = (3, 6, 9, 20, 31)  # in tests/sweeps
+# Functions that a CPU's vector loop approximates otherwise than the code for what is left over; whole vectors have 16.
+APPROXIMATED = {
+    "cbrt", "cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "tan", "tanh"
+}  # fmt: skip
+LANES = 16
 
 
 class Product(NamedTuple):
@@ -42,6 +48,18 @@ def products_of(jaxpr: Any) -> Iterator[Product]:
             yield Product(*shapes, options, tuple(str(operand.dtype) for operand in operands))
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from products_of(inner)
+
+
+def leftovers_of(jaxpr: Any) -> Iterator[str]:
+    """Every approximated function of numbers that tokens have, where their count is no multiple of a vector's."""
+    for equation in jaxpr.eqns:
+        name, shapes = equation.primitive.name, {operand.aval.shape for operand in equation.invars}
+        if name in APPROXIMATED and any(
+            math.prod(shape) % LANES and math.prod(shape) % TOKENS == 0 for shape in shapes
+        ):
+            yield f"{name} of {sorted(shapes)} at {jax.extend.source_info_util.summarize(equation.source_info)}"
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from leftovers_of(inner)
 
 
 def depend_on_place(products: list[Product], rows: int) -> list[Product]:

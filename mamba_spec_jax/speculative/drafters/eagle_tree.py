@@ -11,6 +11,7 @@ from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter, EagleState
 from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Progress, Proposal, require_head
 from mamba_spec_jax.speculative.sampling import TokenChoice
 from mamba_spec_jax.speculative.tree import select_best
+from pallas_kernels.arithmetic import log_softmax
 from pallas_kernels.tree import ancestor_mask
 
 
@@ -86,7 +87,7 @@ class EagleTreeDrafter:
             logits = self.head.logits(params, hidden)
             positions = jnp.broadcast_to(lengths[:, None] + level, nodes.shape)
             children = jax.lax.top_k(choose.scores(logits, positions), W)[1].astype(jnp.int32)
-            own = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), children, axis=-1)
+            own = jnp.take_along_axis(log_softmax(logits), children, axis=-1)
             joint = jnp.take_along_axis(candidates.joint, nodes, axis=1)[..., None] + own
             candidates = candidates.extended(children, joint, nodes)
         tree = select_best(candidates.joint, candidates.parents, num_drafts + 1)

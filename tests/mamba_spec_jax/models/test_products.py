@@ -1,4 +1,4 @@
-"""No product of a verify pass, or of a draft head's, gives a token other bits at another index."""
+"""Nothing that a verify pass, or a draft head, computes gives a token other bits at another index."""
 
 import jax
 import jax.numpy as jnp
@@ -10,28 +10,29 @@ from mamba_spec_jax.models.families import FAMILIES, config_from_hf
 from mamba_spec_jax.models.heads.dflash import DFlash
 from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
 from mamba_spec_jax.models.hybrid_lm import HybridModel
+from mamba_spec_jax.modes import CommitStrategy, ReplayRing
 from tests.golden.family_cases import FAMILY_CASES
 
 from .. import tiny
 from ..heads import KINDS, head_config, random_module
-from ..products import ROWS, TOKENS, Product, depend_on_place, products_of
+from ..products import ROWS, TOKENS, Product, depend_on_place, leftovers_of, products_of
 from .checkpoints import CONFIG
 
 PLAIN = [case for case in FAMILY_CASES if case.name == "plain"]
 TEXTS = {case.family: case.config | {"model_type": case.family} for case in PLAIN} | {"granitemoehybrid": CONFIG}
 
 
-def products_of_verify(config) -> set[Product]:
-    """Products of a pass over one row of `TOKENS` tokens, traced without weights."""
-    model = HybridModel.create(config)
+def trace_verify(config, strategy: CommitStrategy = CommitStrategy.SNAPSHOT):
+    """A pass over one row of `TOKENS` tokens, traced without weights."""
+    model = HybridModel.create(config, strategy=strategy, replay=ReplayRing(length=3 * TOKENS, window=TOKENS))
     cache = jax.eval_shape(lambda: model.init_cache(1, 24))
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
     draft = Draft(jax.ShapeDtypeStruct((1, TOKENS), jnp.int32), row, row)
-    return set(products_of(jax.make_jaxpr(model.verify)(model.abstract_params(), draft, cache).jaxpr))
+    return jax.make_jaxpr(model.verify)(model.abstract_params(), draft, cache).jaxpr
 
 
-def products_of_head(kind: str) -> set[Product]:
-    """Products of reading a target's hidden states, and of what a head computes from them."""
+def trace_head(kind: str):
+    """Reading a target's hidden states, and what a head computes from them."""
     target = HybridModel.create(tiny.DENSE)
     config = head_config(kind, target)
     module = KINDS[kind][0]
@@ -53,17 +54,24 @@ def products_of_head(kind: str) -> set[Product]:
 
     states = tuple(jax.ShapeDtypeStruct((1, TOKENS, D), jnp.float32) for _ in config.target_layers)
     tokens = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
-    return set(products_of(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((V, D), jnp.float32), tokens, states).jaxpr))
+    return jax.make_jaxpr(run)(jax.ShapeDtypeStruct((V, D), jnp.float32), tokens, states).jaxpr
 
 
 @pytest.fixture(scope="module")
 def products() -> list[Product]:
-    found = set()
-    for values in TEXTS.values():
-        found |= products_of_verify(config_from_hf(values))
-    for kind in KINDS:
-        found |= products_of_head(kind)
-    return sorted(found, key=str)
+    traces = [*(trace_verify(config_from_hf(values)) for values in TEXTS.values()), *map(trace_head, KINDS)]
+    return sorted({product for trace in traces for product in products_of(trace)}, key=str)
+
+
+@pytest.mark.parametrize("strategy", [CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY])
+@pytest.mark.parametrize("family", TEXTS)
+def test_functions_leave_nothing_over(family, strategy):
+    assert list(leftovers_of(trace_verify(config_from_hf(TEXTS[family]), strategy))) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_of_heads_leave_nothing_over(kind):
+    assert list(leftovers_of(trace_head(kind))) == []
 
 
 def test_every_family_is_traced():
