@@ -63,7 +63,7 @@ class SigmoidRouter(nnx.Module):
         """Weights in float32 and experts, of each token."""
         kernel = self.kernel[...]
         scores = alike(jax.nn.sigmoid, matmul(tokens.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST))
-        choice = scores + self.correction[...]
+        choice = scores + self.correction[...][None]
         if self.routing.top_groups < self.routing.groups:
             choice = jnp.where(self._in_best_groups(choice), choice, -jnp.inf)
         _, experts = jax.lax.top_k(choice, top_k)

@@ -60,5 +60,5 @@ class Mamba1Mixer(nnx.Module):
 
     def _parameters(self, mixed: Array) -> tuple[Array, Array, Array]:
         dt, B, C = jnp.split(self.x_proj(mixed), self.ends, axis=-1)
-        dt = self.dt_proj(self.dt_norm(dt)).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
+        dt = self.dt_proj(self.dt_norm(dt)).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None]
         return alike(jax.nn.softplus, dt), self.B_norm(B), self.C_norm(C)

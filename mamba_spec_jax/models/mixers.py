@@ -139,7 +139,7 @@ class Mamba2Mixer(nnx.Module):
     def _scale_parts(self, projected: Array) -> Array:
         if all(multiplier == 1 for multiplier in self.multipliers.ssm):
             return projected
-        return projected * jnp.asarray(np.repeat(self.multipliers.ssm, self.parts), projected.dtype)
+        return projected * jnp.asarray(np.repeat(self.multipliers.ssm, self.parts), projected.dtype)[None, None]
 
 
 class ParallelMixer(nnx.Module):

@@ -262,7 +262,8 @@ def _packed(ancestors: jax.Array) -> jax.Array:
     nodes = ancestors.shape[2]
     words = pl.cdiv(nodes, _WORD)
     padded = jnp.pad(ancestors, ((0, 0), (0, 0), (0, words * _WORD - nodes)))
-    bits = padded.reshape(*ancestors.shape[:2], words, _WORD).astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32)
+    values = jnp.uint32(1) << jnp.arange(_WORD, dtype=jnp.uint32)
+    bits = padded.reshape(*ancestors.shape[:2], words, _WORD).astype(jnp.uint32) * values[None, None, None]
     return jax.lax.bitcast_convert_type(jnp.sum(bits, axis=-1, dtype=jnp.uint32), jnp.int32)
 
 

@@ -54,7 +54,8 @@ def cut(block: jax.Array, head: jax.Array, state: Any, key_heads: int, height: i
     columns = part * width + jnp.arange(width, dtype=jnp.int32)
     has_row = None if V % height == 0 else rows < V
     has_column = None if K % width == 0 else columns < K
-    masks = [mask for mask in (None if has_row is None else has_row[:, None], has_column) if mask is not None]
+    masks = [flags for flags in (None if has_row is None else has_row[:, None],
+                                 None if has_column is None else has_column[None]) if flags is not None]  # fmt: skip
     has_element = jnp.broadcast_to(masks[0] & masks[-1], (height, width)) if masks else None
     return Tile(block, head, head // group, head % group == 0, rows, columns, has_row, has_column, has_element)
 

@@ -11,6 +11,7 @@ from mamba_spec_jax.models.heads.dflash import DFlash
 from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.modes import CommitStrategy, ReplayRing
+from pallas_kernels import dispatch
 from tests.golden.family_cases import FAMILY_CASES
 
 from .. import tiny
@@ -22,12 +23,20 @@ PLAIN = [case for case in FAMILY_CASES if case.name == "plain"]
 TEXTS = {case.family: case.config | {"model_type": case.family} for case in PLAIN} | {"granitemoehybrid": CONFIG}
 
 
-def trace_verify(config, strategy: CommitStrategy = CommitStrategy.SNAPSHOT):
+@pytest.fixture(autouse=True)
+def no_promoted_ranks():
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    yield
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+
+
+def trace_verify(config, strategy: CommitStrategy = CommitStrategy.SNAPSHOT, tree: bool = False):
     """A pass over one row of `TOKENS` tokens, traced without weights."""
     model = HybridModel.create(config, strategy=strategy, replay=ReplayRing(length=3 * TOKENS, window=TOKENS))
     cache = jax.eval_shape(lambda: model.init_cache(1, 24))
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
-    draft = Draft(jax.ShapeDtypeStruct((1, TOKENS), jnp.int32), row, row)
+    window = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
+    draft = Draft(window, row, row, parents=window if tree else None)
     return jax.make_jaxpr(model.verify)(model.abstract_params(), draft, cache).jaxpr
 
 
@@ -63,10 +72,16 @@ def products() -> list[Product]:
     return sorted({product for trace in traces for product in products_of(trace)}, key=str)
 
 
-@pytest.mark.parametrize("strategy", [CommitStrategy.SNAPSHOT, CommitStrategy.REPLAY])
+@pytest.mark.parametrize(("strategy", "tree"), [(CommitStrategy.SNAPSHOT, True), (CommitStrategy.REPLAY, False)])
 @pytest.mark.parametrize("family", TEXTS)
-def test_functions_leave_nothing_over(family, strategy):
-    assert list(leftovers_of(trace_verify(config_from_hf(TEXTS[family]), strategy))) == []
+def test_functions_leave_nothing_over(family, strategy, tree):
+    assert list(leftovers_of(trace_verify(config_from_hf(TEXTS[family]), strategy, tree))) == []
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_kernels_promote_no_ranks(family, monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda: dispatch.Device("gpu", "H100", (9, 0)))
+    assert "pallas_call" in str(trace_verify(config_from_hf(TEXTS[family]), CommitStrategy.REPLAY, tree=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
