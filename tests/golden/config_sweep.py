@@ -74,6 +74,9 @@ VALUES: dict[str, list[Any]] = {
     "position_embedding_type": [None, "rope", "nope"],
     "sliding_window": [None, 2],
     "mlp_only_layers": [[], [0], None],
+    "n_group": [2],
+    "num_expert_group": [2],
+    "topk_group": [1, 3],
     "linear_attn_config": [
         {},
         {"head_dim": 8, "num_heads": 3},
