@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 
 from mamba_spec_jax.array_types import Array, Bool, Float, Int32, Rows, Seeds
 from mamba_spec_jax.speculative.rows import per_row
@@ -151,9 +152,8 @@ def draw_keys(seeds: Seeds, positions: Int32[Array, "B *N"], purpose: Purpose) -
 def perturbed(keys: Array, log_probs: Float[Array, "*N V"]) -> Float[Array, "*N V"]:
     """Log-probabilities plus Gumbel noise from each key: the largest is a draw, the n largest n draws without
     replacement (Gumbel 1954; Kool et al. 2019)."""
-    vocab = log_probs.shape[-1]
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="low"))(keys.ravel())
-    return log_probs + noise.reshape(log_probs.shape)
+    uniforms = _uniforms(keys, log_probs.shape[-1], lowest=float(jnp.finfo(jnp.float32).tiny))
+    return log_probs - jnp.log(-jnp.log(uniforms))
 
 
 def draw_tokens(keys: Array, log_probs: Float[Array, "*N V"]) -> Int32[Array, "*N"]:
@@ -166,7 +166,24 @@ def draw_tokens(keys: Array, log_probs: Float[Array, "*N V"]) -> Int32[Array, "*
 
 def draw_uniforms(keys: Array) -> Float[Array, "*N"]:
     """One float32 in [0, 1) per key: 0 is possible, 1 is not."""
-    return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys.ravel()).reshape(keys.shape)
+    return _uniforms(keys, 1)[..., 0]
+
+
+def _uniforms(keys: Array, number: int, lowest: float = 0.0) -> Float[Array, "*N n"]:
+    """Float32 numbers in [lowest, 1): `jax.random.uniform` of each key with jax's default settings.
+
+    That function draws others where `jax_threefry_partitionable` is off; a seed has the same draws in every program.
+    """
+    low = jnp.arange(number, dtype=jnp.uint32)
+    counts = jnp.concatenate([jnp.zeros_like(low), low])
+
+    def bits_of(pair):
+        first, second = jnp.split(threefry_2x32((pair[0], pair[1]), counts), 2)
+        return first ^ second
+
+    bits = jax.vmap(bits_of)(jax.random.key_data(keys.ravel())).reshape(*keys.shape, number)
+    mantissa = (bits >> np.uint32(9)) | np.uint32(0x3F800000)  # of a float in [1, 2)
+    return jnp.maximum((jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1) * (1 - lowest) + lowest, lowest)
 
 
 @flax.struct.dataclass

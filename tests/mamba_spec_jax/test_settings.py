@@ -48,6 +48,7 @@ def plain():
         ("jax_numpy_rank_promotion", "raise"),
         ("jax_debug_nans", True),
         ("jax_default_prng_impl", "rbg"),
+        ("jax_threefry_partitionable", False),
     ],
 )
 def test_tokens_are_the_same(plain, name, value):

@@ -290,3 +290,13 @@ def test_log_probs_do_not_depend_on_the_row():
             found = np.asarray(jax.jit(arithmetic.log_softmax)(np.repeat(row, rows, axis=0)))
             np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
         np.testing.assert_allclose(found[0], np.asarray(jax.nn.log_softmax(row[0])), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("partitionable", [True, False])
+def test_draws_are_those_of_jax_by_default_whatever_its_settings_are(partitionable):
+    keys = sampling.draw_keys(seed_rows([3, 2**31 + 5], 2), jnp.array([[0, 7, 99], [1, 2, 10**6]]), Purpose.ACCEPT)
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys.ravel())
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (5,), jnp.float32, mode="low"))(keys.ravel())
+    with jax.threefry_partitionable(partitionable):
+        np.testing.assert_array_equal(sampling.draw_uniforms(keys).ravel(), uniforms)
+        np.testing.assert_array_equal(sampling.perturbed(keys, jnp.zeros((2, 3, 5))).reshape(-1, 5), noise)
