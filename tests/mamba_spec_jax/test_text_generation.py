@@ -3,12 +3,17 @@
 import dataclasses
 import json
 
+import chex
+import jax
 import numpy as np
 import pytest
+import tokenizers
 
 import mamba_spec_jax as ms
 from mamba_spec_jax.models.chat import ChatTemplate
 from mamba_spec_jax.models.heads.checkpoint import save_head
+from mamba_spec_jax.speculative import generate as driver
+from mamba_spec_jax.speculative import text
 from tests.mamba_spec_jax.heads import head_config, random_module
 from tests.mamba_spec_jax.text_model import END, write_text_model
 
@@ -90,6 +95,33 @@ def test_a_stream_shows_the_same_texts(loaded, generation):
     texts, value = streamed(loaded.stream(PROMPTS, **OPTIONS), 2)
     assert texts == value.texts == generation.texts
     assert value.tokens == generation.tokens
+
+
+def test_requests_with_other_options_share_one_program_and_one_byte_table(loaded, monkeypatch):
+    """Drawing requests, by `generate` and by `stream`."""
+    chunk = chex.assert_max_traces(n=1)(driver._chunk)
+    monkeypatch.setattr(driver, "_run_chunk", jax.jit(chunk, static_argnums=(0, 3, 4, 5, 7, 8), donate_argnums=2))
+    tables, build = [], text._all_token_bytes
+    monkeypatch.setattr(text, "_all_token_bytes", lambda *args: tables.append(1) or build(*args))
+    fresh = dataclasses.replace(loaded, tokenizer=tokenizers.Tokenizer.from_str(loaded.tokenizer.to_str()))
+    for n in range(20):
+        options = (
+            OPTIONS
+            | {
+                "max_new": 5 + n % 3,  # one size of the cache
+                "min_new": n % 5,
+                "temperature": 0.3 + 0.1 * n,
+                "top_k": n % 7,
+                "top_p": 1 - 0.04 * n,
+                "min_p": 0.01 * n,
+                "seeds": n,
+                "stop": ["x" * (1 + n % 4), "\n"][: n % 3],
+                "ignore_eos": n % 2 == 0 and n % 5 == 0,
+            }
+        )
+        found = fresh.generate(PROMPTS, **options)
+        assert streamed(fresh.stream(PROMPTS, **options), 2)[0] == found.texts
+    assert len(tables) == 1
 
 
 def test_stop_strings(loaded, free):
