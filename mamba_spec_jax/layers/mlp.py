@@ -65,9 +65,9 @@ class MLP(nnx.Module):
 class SparseMoE(nnx.Module):
     """Each token goes to the `top_k` experts its router likes best, summed with the router's weights.
 
-    Tokens are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`), so an expert that nobody chose
-    costs nothing where the device's ragged product skips empty groups. Experts are gated like `GatedMLP`, or plain
-    like `MLP`; with a `latent` size they read and give that many dims, projected from and to `size`.
+    Tokens are sorted by expert and multiplied group by group (`grouped_matmul`), so on a CPU an expert that nobody
+    chose costs nothing. Experts are gated like `GatedMLP`, or plain like `MLP`; with a `latent` size they read and give
+    that many dims, projected from and to `size`.
     """
 
     def __init__(

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_spec_jax.array_types import Array, Float, Hidden, Int32
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, loops
 from pallas_kernels.arithmetic import rounded
+
+# Of a block of rows in a grouped product on a CPU: fewer are no faster, and more hide no more of reading a matrix.
+_LEAST_ROWS, _MOST_ROWS = 4, 64
 
 
 def matmul(
@@ -35,17 +38,23 @@ def matmul(
 def grouped_matmul(
     rows: Float[Array, "n D"], weights: Float[Array, "E D N"], group_sizes: Int32[Array, "E"]
 ) -> Float[Array, "n N"]:
-    """Each group of rows times a matrix, `jax.lax.ragged_dot`; bits as `matmul`'s.
+    """Each group of rows times a matrix; a row's bits depend on neither its index nor other rows, as in `matmul`.
+
+    On a CPU, blocks of rows of one group are multiplied one after another, so that only matrices of groups with rows
+    are read; XLA makes a product over all groups of `jax.lax.ragged_dot` there, 800 times slower with 256 groups and
+    4 rows.
 
     Args:
         rows: in order of their groups.
         weights: a matrix for each group, same dtype.
-        group_sizes: how many rows each group has.
+        group_sizes: how many rows each group has; n in sum.
     """
-    if _sums_rows(weights.shape[-1]):
+    if dispatch.target().platform != "cpu":
+        return jax.lax.ragged_dot(rows, weights, group_sizes)
+    if weights.shape[-1] == 1:
         groups = jnp.repeat(jnp.arange(len(weights), dtype=jnp.int32), group_sizes, total_repeat_length=len(rows))
         return _summed(rows, weights[groups, :, 0], None)
-    return jax.lax.ragged_dot(rows, weights, group_sizes)
+    return _block_by_block(rows, weights, group_sizes)
 
 
 class Linear(nnx.Linear):
@@ -77,6 +86,26 @@ def scaled(x: Array, multiplier: float) -> Array:
 def _dot_general(rows: Array, kernel: Array, dimension_numbers: Any, *, precision: Any, out_sharding: Any) -> Array:
     """`matmul` with the arguments that `flax.nnx.Linear` passes, which always contract the last axis with the first."""
     return matmul(rows, kernel, precision=precision)
+
+
+def _block_by_block(rows: Array, weights: Array, group_sizes: Array) -> Array:
+    n, groups = len(rows), len(weights)
+    size = min(_MOST_ROWS, max(_LEAST_ROWS, 1 << (n // groups).bit_length()))
+    blocks = -(-group_sizes // size)  # of each group
+    last = jnp.cumsum(blocks, dtype=jnp.int32)
+    index = jnp.arange(min(n, groups) + n // size, dtype=jnp.int32)  # of as many blocks as there can be
+    group = jnp.minimum(jnp.searchsorted(last, index, side="right").astype(jnp.int32), groups - 1)
+    starts = (jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes)[group] + (index - (last - blocks)[group]) * size
+    padded = jnp.pad(rows, ((0, size), (0, 0)))
+
+    def multiply(i, products):
+        weight = jax.lax.dynamic_index_in_dim(weights, group[i], keepdims=False)
+        product = jnp.matmul(jax.lax.dynamic_slice_in_dim(padded, starts[i], size), weight)
+        # Its rows behind the group's last one are the next block's, which writes them anew.
+        return jax.lax.dynamic_update_slice_in_dim(products, product, starts[i], axis=0)
+
+    empty = jnp.zeros((n + size, weights.shape[-1]), rows.dtype)
+    return loops.fori_loop(jnp.int32(0), last[-1], multiply, empty)[:n]
 
 
 def _sums_rows(columns: int) -> bool:

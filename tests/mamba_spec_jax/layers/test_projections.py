@@ -64,3 +64,22 @@ def test_rows_of_a_group_keep_their_bits(width):
         groups = np.repeat(np.arange(3), sizes)
         together = run(rows, weights, jnp.asarray(sizes, jnp.int32))
         assert same_bits(together, np.stack([apart[group][row] for row, group in enumerate(groups)]))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 23, 200])
+@pytest.mark.parametrize("groups", [1, 5, 64])
+def test_a_grouped_product_is_that_of_each_row(rows, groups):
+    """Few rows for many groups, and many for few: several blocks of a group, and groups without rows."""
+    draws = np.random.default_rng(rows + groups)
+    sizes = np.bincount(draws.integers(0, groups, rows), minlength=groups).astype(np.int32)
+    x, weights = draw(0, "float32", rows, 12), draw(1, "float32", groups, 12, 7)
+    exact = np.einsum("nd,nde->ne", x, np.asarray(weights, np.float64)[np.repeat(np.arange(groups), sizes)])
+    np.testing.assert_allclose(jax.jit(grouped_matmul)(x, weights, sizes), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_grouped_product_reads_only_matrices_of_groups_with_rows():
+    """Read from the compiled program: no product is over all groups, and no temporary as large as the weights."""
+    x, weights, sizes = draw(0, "float32", 4, 64), draw(1, "float32", 256, 64, 32), np.zeros(256, np.int32)
+    compiled = jax.jit(grouped_matmul).lower(x, weights, sizes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < weights.nbytes / 32
+    assert compiled.cost_analysis()["flops"] < 1e6  # of one block; all groups' are 4 million
