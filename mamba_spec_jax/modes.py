@@ -37,7 +37,7 @@ class CommitStrategy(enum.Enum):
     """What a verify pass keeps so that the commit can reach the accepted prefix."""
 
     SNAPSHOT = "snapshot"  # a state per token; the commit scatters the winner into the pool
-    REPLAY = "replay"  # the inputs, in a ring behind the state; the commit counts how many hold
+    REPLAY = "replay"  # the inputs, in a ring; the commit counts how many are accepted
     AUTO = "auto"  # whichever of them was measured to pay on this device for a batch, before anything is built
 
 
@@ -45,8 +45,8 @@ class CommitStrategy(enum.Enum):
 class ReplayRing:
     """How much REPLAY's ring of inputs holds of a slot.
 
-    A pass folds the ring into the state once the next pass might not fit behind it; the longer the ring, the rarer, and
-    the more there is to compute again in every pass.
+    A pass folds the ring into the state once the ring may lack room for the next pass. A longer ring folds less often,
+    and every pass computes more tokens again.
 
     Attributes:
         length: Q, tokens it holds; at least two windows.

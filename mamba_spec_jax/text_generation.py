@@ -54,7 +54,7 @@ class LoadedModel:
         model: the static side; `model.config.eos_token_ids` are the tokens that end a text.
         params: the weights, for `model`'s methods.
         tokenizer: from `tokenizer.json`, None if the checkpoint has none.
-        folder: where the checkpoint lies.
+        folder: the checkpoint's.
         chat_template: from `chat_template.jinja` or `tokenizer_config.json`, None if the checkpoint has none.
     """
 

@@ -129,7 +129,7 @@ def as_int32(op: str, name: str, value: Any) -> jax.Array:
     """The value as an array, which must be int32."""
     array = jnp.asarray(value)
     if array.size == 0 and not isinstance(value, jax.Array | np.ndarray):
-        array = array.astype(jnp.int32)  # an empty list has no dtype of its own
+        array = array.astype(jnp.int32)  # an empty list has no dtype
     if array.dtype != jnp.int32:
         raise ValueError(f"{op}: {name} is {array.dtype}, expected int32; cast it with .astype(jnp.int32)")
     return array

@@ -19,7 +19,7 @@ _LANES = 16  # numbers of the widest vector a CPU works on
 def rounded(product: jax.Array) -> jax.Array:
     """A float32 product that is rounded before it is added to anything.
 
-    Bounding it from below by the least finite number stands between product and sum, and changes nothing but an
+    A lower bound, the least finite number, keeps product and sum apart, and changes nothing but an
     overflow to -inf.
     """
     return jnp.maximum(product, jnp.finfo(jnp.float32).min)

@@ -30,5 +30,5 @@ class History(NamedTuple):
         return self.order.shape[1]
 
     def entry(self, i: jax.Array) -> jax.Array:
-        """The ring's entries that hold the inputs i behind the checkpoint; from `size` on, those of the pass."""
+        """The ring's entries of the inputs i after the checkpoint; from `size` on, those of the pass."""
         return triton.load(self.order.at[self.slot, lax.rem(self.start + i, jnp.int32(self.length))])

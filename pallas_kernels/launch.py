@@ -1,4 +1,4 @@
-"""One launch of a Triton kernel that reads some arrays, fills some and updates others where they lie."""
+"""One launch of a Triton kernel that reads some arrays, fills some and updates others in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def launch(
     num_warps: int,
     interpret: bool,
 ) -> tuple[Any, Any]:
-    """Runs `kernel(input refs, output refs, buffer refs)`; the refs lie where XLA put the arrays.
+    """Runs `kernel(input refs, output refs, buffer refs)`; the refs are the arrays themselves, not copies.
 
     Args:
         kernel: one program; its name is the kernel's.

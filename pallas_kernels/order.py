@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def available_after(indices: jax.Array, value: jax.Array) -> jax.Array:
-    """int32 `indices [B]`, which nothing can have before the float `value [B, ...]` is there.
+    """int32 `indices [B]` with a data dependency on the float `value [B, ...]`.
 
     Where a write may come before an earlier read of the same buffer, XLA copies the buffer. An optimization barrier
     does not hold on a CPU, where it is dropped before copies are decided, so the order is a data dependency: clearing a

@@ -1,9 +1,10 @@
 """A ring of a recurrence's inputs per slot: what lets a verify pass leave the state where it is.
 
 A slot's state is its checkpoint followed by the inputs of the tokens accepted since, its history. A verify pass
-computes from both, and writes the inputs of its own tokens behind the history; accepting some of them is adding to a
+computes from both, and writes the inputs of its own tokens after the history; accepting some of them only adds to a
 count. Only when the ring fills up is the history folded into the checkpoint, in a pass that has read both anyway.
-Inputs never move: a slot's entries are read in an order of its own, and accepting a path of a draft tree changes that.
+Inputs are never copied: `order[slot]` lists a slot's ring entries, oldest first, and accepting a path of a draft tree
+changes that list.
 
 In the shapes below L is layers, S slots, Q the ring's length, B rows and T tokens of a pass.
 """
@@ -18,7 +19,7 @@ class Ring(NamedTuple):
     """The inputs since each slot's checkpoint.
 
     Attributes:
-        inputs: pytree of `[L, S, Q, *x]`; entry `order[slot, (start + i) % Q]` is input i behind a slot's checkpoint.
+        inputs: pytree of `[L, S, Q, *x]`; entry `order[slot, (start + i) % Q]` is input i after a slot's checkpoint.
         starts: `[S]` int32, where each slot's history begins.
         counts: `[S]` int32, how many tokens it has.
         order: `[S, Q]` int32, a permutation of 0..Q-1 for each slot, the same for every layer.
@@ -31,7 +32,7 @@ class Ring(NamedTuple):
 
     @classmethod
     def empty(cls, inputs: Any) -> "Ring":
-        """Without history, in buffers of its own, each of which can be donated."""
+        """Without history, in new buffers, each of which can be donated."""
         _, S, Q, *_ = jax.tree.leaves(inputs)[0].shape
         order = jnp.tile(jnp.arange(Q, dtype=jnp.int32), (S, 1))
         return cls(inputs, starts=jnp.zeros(S, jnp.int32), counts=jnp.zeros(S, jnp.int32), order=order)
@@ -57,7 +58,7 @@ def rows_of(values: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def entries(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:
-    """`[B, n]` entries that hold the inputs `offsets [B, n]` behind the start of each row's history."""
+    """`[B, n]` entries of the inputs `offsets [B, n]` after the start of each row's history."""
     return jnp.take_along_axis(rows_of(ring.order, slots), _places(ring, slots, offsets), axis=1, mode="clip")
 
 
@@ -67,13 +68,13 @@ def read_entries(ring: Ring, layer: int | jax.Array, slots: jax.Array, at: jax.A
 
 
 def read_history(ring: Ring, layer: int, slots: jax.Array) -> Any:
-    """The history of each row in one layer, oldest first: a pytree of `[B, Q, *x]`, with anything behind its count."""
+    """The history of each row in one layer, oldest first: a pytree of `[B, Q, *x]`, with anything after its count."""
     in_order = jnp.arange(ring.length, dtype=jnp.int32)[None]
     return read_entries(ring, layer, slots, entries(ring, slots, in_order))
 
 
 def write_tokens(ring: Ring, layer: int, slots: jax.Array, tokens: Any) -> Ring:
-    """The inputs of a pass, a pytree of `[B, T, *x]`, behind each row's history in one layer; counts stay."""
+    """Writes a pass's inputs, a pytree of `[B, T, *x]`, after each row's history in one layer; counts do not change."""
     T, S = jax.tree.leaves(tokens)[0].shape[1], ring.starts.shape[0]
     at, slot = entries(ring, slots, _behind(ring, slots, T)), jnp.where(slots >= 0, slots, S)[:, None]
     return ring._replace(
@@ -84,7 +85,7 @@ def write_tokens(ring: Ring, layer: int, slots: jax.Array, tokens: Any) -> Ring:
 
 
 def accept_path(ring: Ring, slots: jax.Array, path: jax.Array) -> Ring:
-    """Puts the nodes of an accepted path of a draft tree behind the history, and the others behind them; counts stay.
+    """Orders the nodes of an accepted path of a draft tree after the history, and the others after them.
 
     No input moves: the order of the window's T entries changes, and stays a permutation whatever the path is. Rows
     whose slot is out of range change nothing. Two rows with one slot leave its order undefined until it is `reset`.
@@ -92,7 +93,7 @@ def accept_path(ring: Ring, slots: jax.Array, path: jax.Array) -> Ring:
     Args:
         ring: as the pass has left it; donate it.
         slots: `[B]`.
-        path: `[B, T]` int32, the pass's node at each depth; -1 stands behind the path.
+        path: `[B, T]` int32, the pass's node at each depth; -1 after the path's end.
     """
     S, T = ring.starts.shape[0], path.shape[1]
     nodes = jnp.arange(T, dtype=jnp.int32)
@@ -137,5 +138,5 @@ def _behind(ring: Ring, slots: jax.Array, tokens: int) -> jax.Array:
 
 
 def _places(ring: Ring, slots: jax.Array, offsets: jax.Array) -> jax.Array:
-    """`[B, n]` columns of the order that are `offsets` behind the start of each row's history."""
+    """`[B, n]` columns of the order that are `offsets` after the start of each row's history."""
     return (rows_of(ring.starts, slots)[:, None] + offsets) % ring.length

@@ -19,13 +19,13 @@ class ForwardBatch:
     Attributes:
         slots: `[B]` cache slot of each row, -1 for padding.
         lengths: `[B]` tokens committed before the pass.
-        num_tokens: `[B]` real tokens of each row in this pass; the columns behind them change nothing.
+        num_tokens: `[B]` real tokens of each row in this pass; later columns change nothing.
         positions: `[B, T]` absolute position of each token.
         mode: what the pass is for (static).
         kv_len: how many cache positions attention looks at, at least (static).
         parents: `[B, T]` of a draft tree, None where columns follow each other.
         ancestors: `[B, T, offset + T]` the nodes each column of a tree sees, itself included; None in a chain.
-        offset: nodes of the same tree that earlier passes read; their keys stand in front of this pass's (static).
+        offset: nodes of the same tree that earlier passes read; their keys precede this pass's (static).
     """
 
     slots: Rows
@@ -76,7 +76,7 @@ class ForwardBatch:
 
     @property
     def cache_rows(self) -> Tokens:
-        """`[B, T]` where the keys of each column are written: behind the committed ones, a tree's node by node."""
+        """`[B, T]` the row of the buffer for each column's key: after the committed ones, a tree's in node order."""
         if self.ancestors is None:
             return self.positions
         return self.lengths[:, None] + self.offset + jnp.arange(self.positions.shape[1], dtype=jnp.int32)[None]
@@ -103,7 +103,7 @@ class AttentionInputs:
 
 
 class AttentionBackend(Protocol):
-    """Routes one layer's inputs to whatever mixes tokens, and owns the commit of what a verify pass left behind."""
+    """Runs the token mixer of one layer, and commits what a verify pass has recorded."""
 
     @property
     def pool_spec(self) -> PoolSpec: ...

@@ -16,7 +16,7 @@ from pallas_kernels.dispatch import Implementation
 class FullAttention:
     """Softmax attention with grouped queries, computed block by block over the cache: see `decode_attention`.
 
-    A token's result has the same bits wherever it stands in its window and whatever the static length `kv_len` is.
+    A token's result has the same bits at every index of its window and for every static length `kv_len`.
 
     Attributes:
         scale: multiplies the scores.
@@ -90,7 +90,7 @@ class FullAttention:
 def write_window(
     index: int, key: Float[Array, "B T Hkv Dh"], value: Float[Array, "B T Hkv Dh"], kv: KVCache, batch: ForwardBatch
 ) -> KVCache:
-    """Keys and values of a window, written behind what buffer `index` holds of each row."""
+    """Keys and values of a window, written to buffer `index` after each row's committed ones."""
     keys = _write_rows(kv.keys[index], key, batch)
     values = _write_rows(kv.values[index], value, batch)
     return KVCache(
@@ -110,5 +110,5 @@ def _move_rows(buffer: KVBuffer, slots: Rows, source: Array, target: Array, move
     num_slots, max_len = buffer.shape[:2]
     slot = slot_index(slots, num_slots)[:, None]
     rows = buffer.at[slot, jnp.where(moves, source, 0)].get(mode="clip")
-    # Read into a buffer of their own: the scatter would otherwise read what it has already written over.
+    # Fenced, so that the scatter does not read rows that it has already overwritten.
     return buffer.at[slot, jnp.where(moves, target, max_len)].set(jax.lax.optimization_barrier(rows), mode="drop")

@@ -61,7 +61,7 @@ class GatedDelta(Recurrence):
 
     Attributes:
         key_heads: how many heads queries and keys have; value head h reads key head h // (H / key_heads).
-        channel_decay: whether every key channel has a decay of its own (KDA), or a head has one (GDN).
+        channel_decay: whether each key channel has a decay (KDA), or each head (GDN).
         beta_scale: of the sigmoid that beta is; 2 lets a state's eigenvalues be negative (Grazzi et al. 2024).
     """
 

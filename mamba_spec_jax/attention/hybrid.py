@@ -65,7 +65,7 @@ class HybridAttnBackend:
         return self.decode.pool_spec
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
-        """The child that runs `mode`, and that commits what it left behind: the one selector."""
+        """The child backend that runs `mode` and commits its records: the only place that chooses."""
         if mode in (ForwardMode.DECODE, ForwardMode.IDLE):
             return self.decode
         if mode is ForwardMode.TARGET_VERIFY and self.speculative_mode is SpeculativeMode.DECODE:

@@ -131,7 +131,7 @@ class HybridLinearAttnBackend:
         """Brings every row's recurrent state, convolution window and length to its accepted prefix.
 
         After a tree verify the accepted prefix is the path from the root to the row's node. Its keys and values are
-        moved up behind the committed ones, and the row grows by the path's length.
+        moved to the rows after the committed ones, and the row grows by the path's length.
 
         Args:
             cache: as the verify pass returned it; donate it, and nothing is copied.
@@ -200,9 +200,10 @@ class HybridLinearAttnBackend:
         kinds = [kind for kind, _, layers in routes if layer_id in layers]
         expected = [inputs_type for _, inputs_type, layers in routes if layer_id in layers]
         if not isinstance(inputs, tuple(expected)):
+            known = "; ".join(f"{kind}: {layers}" for kind, _, layers in routes)
             raise ValueError(
                 f"layer {layer_id} is a {' and '.join(kinds) or 'feed-forward'} layer: got {type(inputs).__name__}, "
-                f"expected {' or '.join(each.__name__ for each in expected) or 'not to mix tokens'}"
+                f"expected {' or '.join(each.__name__ for each in expected) or f'the id of a token mixer ({known})'}"
             )
 
     def _idle_output(self, inputs: Any) -> Array:
@@ -261,5 +262,5 @@ def _indices(name: str, value: Rows, rows: tuple[int, ...]) -> Rows:
 
 
 def _real_nodes(record: VerifyRecord, held: Rows, nodes: Rows) -> Rows:
-    """The nodes at which a real token stands, -1 for all others, and in rows whose slot has moved on since."""
+    """The nodes that have a real token, else -1; -1 too in rows whose slot has been committed since."""
     return jnp.where((nodes < record.num_tokens) & (held == record.lengths), jnp.maximum(nodes, -1), -1)

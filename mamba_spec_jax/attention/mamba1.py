@@ -107,7 +107,7 @@ class Mamba1(Recurrence):
         A, D = self._constants(inputs)["A"], inputs.weights.D.astype(jnp.float32)
         h0 = state.at[index, at].get(mode="fill", fill_value=0)
         if ring is not None and fold is not None:
-            # Written before the history is read, which they lie behind: the other way round XLA copies the ring.
+            # Written before the history is read: in the other order XLA copies the ring.
             kept = {"x": tokens.x, "dt": tokens.dt, "B": tokens.B}
             ring = rings.write_tokens(ring, index, batch.slots, kept)
             counts = rings.rows_of(ring.counts, batch.slots)

@@ -23,7 +23,7 @@ from pallas_kernels.ring import Ring
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recurrence(abc.ABC):
-    """A recurrence behind a depthwise causal convolution, over a pool; each kind of it says how a state advances.
+    """A depthwise causal convolution followed by a recurrence, over a pool; subclasses say how a state advances.
 
     Attributes:
         heads, head_dim, state: H, P, N of a state.
@@ -125,7 +125,7 @@ class Recurrence(abc.ABC):
         """Layer `index` of the pool: outputs `[B, T, H, P]`.
 
         Without a record the pool advances. With one, what its slots hold stays the same; under REPLAY the window's
-        inputs are written behind the history, and where the ring gets full the history is folded into the state.
+        inputs are written after the history, and where the ring gets full the history is folded into the state.
         """
         # Fenced: XLA may skip rounding to 16 bits what it computes on with, and a pool or ring keeps it rounded.
         x, weights = fenced(inputs.conv_inputs), inputs.weights
@@ -242,7 +242,7 @@ class Recurrence(abc.ABC):
         """Writes the states at `track_steps [B]` to `track_slots [B]`, from what the live slots hold."""
         history = rings.rows_of(ring.counts, record.slots)[:, None]
         path, counts = _path(record, track_steps)
-        # The inputs of a pass lie behind the history, whether that pass has folded it or not.
+        # The inputs of a pass follow the history in the ring, whether that pass has folded it or not.
         start = jnp.where(folded[:, None], history, 0)
         offsets = start + jnp.arange(ring.length, dtype=jnp.int32)[None]
         node = jnp.take_along_axis(path, jnp.clip(offsets - history, 0, path.shape[1] - 1), axis=1)

@@ -21,7 +21,7 @@ LeafSpec = tuple[str, tuple[int, ...], np.dtype]  # name, shape and dtype
 
 @dataclasses.dataclass(frozen=True)
 class RingSpec:
-    """The ring of inputs that REPLAY keeps behind every state.
+    """The ring of inputs that REPLAY keeps for each state.
 
     Attributes:
         size: how many tokens.
@@ -58,7 +58,7 @@ class PoolSpec:
         attention_layers: layers with keys and values.
         kv_heads, kv_head_dim: Hkv, Dh.
         ssm_dtype, conv_dtype, kv_dtype: storage dtypes.
-        ring: what REPLAY keeps behind every state, None under SNAPSHOT.
+        ring: the inputs that REPLAY keeps for each state; None under SNAPSHOT.
     """
 
     recurrent_layers: int

@@ -17,7 +17,7 @@ from pallas_kernels.tree import earlier_parents
 
 @flax.struct.dataclass
 class Draft:
-    """Proposed tokens per row, behind the row's root: a chain, or a tree.
+    """Each row's root and the tokens proposed after it: a chain, or a tree.
 
     Attributes:
         tokens: `[B, T]`; column 0 is the root, the row's last emitted token, not yet in the cache.

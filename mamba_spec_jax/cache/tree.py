@@ -1,8 +1,8 @@
-"""Draft trees as arrays: who is whose ancestor, how deep a node lies, and the path that leads to it.
+"""Draft trees as arrays: ancestors, depths, and the path to a node.
 
 A tree of T nodes is its `parents [B, T]`: -1 at the root, which is node 0, and an earlier node everywhere else, so the
-nodes of a path ascend. Nothing hangs on a node whose parent is -1 or not an earlier one, and it hangs on nothing: it
-is the root of a tree of its own, which no acceptance reaches.
+nodes of a path ascend. A node whose parent is -1 or not an earlier one is detached: it is never accepted, and neither
+are its descendants.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def path_to(parents: Parents, node: Rows, width: int) -> Int32[jax.Array, "B wid
     Args:
         parents: `[B, T]`.
         node: `[B]`.
-        width: columns of the result (static); a longer path is cut behind them.
+        width: columns of the result (static); a longer path is truncated.
     """
     mask = ancestor_mask(parents)
     T = mask.shape[-1]

@@ -133,7 +133,7 @@ def check(
     All of it runs in the same compiled programs, so that every difference is one that drafts make.
 
     Args:
-        model: under `SpeculativeMode.DECODE`, whose step recurrence does not depend on where a token stands.
+        model: under `SpeculativeMode.DECODE`, whose step recurrence does not depend on a token's index.
         params: its weights.
         prompts: token ids of each row.
         max_new: N, tokens to emit in each row.

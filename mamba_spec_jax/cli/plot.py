@@ -62,7 +62,7 @@ def _draw_histograms(axis: Any, group: Sequence[Comparison]) -> None:
 
 
 def _draw_speeds(axis: Any, group: Sequence[Comparison]) -> None:
-    """A bar a prompt kind, against plain decoding's line at 1; inside it stands what the speed is made of."""
+    """A bar for each kind of prompt, with plain decoding as the line at 1; the text inside explains the speed."""
     axis.axhline(1, color=_INK, linewidth=1, linestyle="--", zorder=0)
     for index, comparison in enumerate(group):
         axis.bar(index, comparison.speedup, 0.7, color=_COLOURS[comparison.scenario.kind])

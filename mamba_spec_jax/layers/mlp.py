@@ -110,7 +110,7 @@ class SparseMoE(nnx.Module):
         group_sizes = jnp.bincount(chosen, length=self.down_proj.shape[0]).astype(jnp.int32)
         expanded = self._expand(tokens[order // self.top_k], group_sizes)
         mixed = grouped_matmul(expanded, self._weights(self.down_proj), group_sizes)
-        # Back to token order before summing, so that each token adds its experts in the order of its own choice.
+        # Back to token order before summing, so that a token's sum has the order of its own choice of experts.
         mixed = mixed[jnp.argsort(order)].reshape(*experts.shape, -1) * weights[..., None]
         total = jnp.sum(mixed, axis=1)
         if self.latent_out is not None:

@@ -101,7 +101,7 @@ def _block_by_block(rows: Array, weights: Array, group_sizes: Array) -> Array:
     def multiply(i, products):
         weight = jax.lax.dynamic_index_in_dim(weights, group[i], keepdims=False)
         product = jnp.matmul(jax.lax.dynamic_slice_in_dim(padded, starts[i], size), weight)
-        # Its rows behind the group's last one are the next block's, which writes them anew.
+        # Rows after the group's last one belong to the next block, which overwrites them.
         return jax.lax.dynamic_update_slice_in_dim(products, product, starts[i], axis=0)
 
     empty = jnp.zeros((n + size, weights.shape[-1]), rows.dtype)

@@ -186,7 +186,7 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # As a scope of its own: what the block sets does not reach beyond it.
+        # In its own scope: what the block sets is not visible outside it.
         return nodes.Scope(body).set_lineno(line)
 
 

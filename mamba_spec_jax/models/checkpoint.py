@@ -1,4 +1,4 @@
-"""A checkpoint in Hugging Face's form: where it lies, its JSON files, and its safetensors weights."""
+"""A checkpoint in Hugging Face's form: its folder, its JSON files, and its safetensors weights."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ _MOST_HEADER = 2**25  # bytes that describe the weights of a safetensors file
 _SUFFIX = ".safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Reading maps a file into memory, where what was read stays until the file is closed. Files are closed whenever this
-# part of all weights has been read, so that it is most of what lies in memory twice.
+# part of all weights has been read, so that at most this part is in memory twice.
 _MAPPED_PART = 1 / 32
 
 

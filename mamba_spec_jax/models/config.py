@@ -54,7 +54,7 @@ class BranchMultipliers:
 
 @dataclasses.dataclass(frozen=True)
 class SharedBlocks:
-    """Transformer blocks that several layers use in turn, each with adapters of its own (Zamba2; Glorioso et al. 2024).
+    """Transformer blocks that several layers use in turn, each with its own adapters (Zamba2; Glorioso et al. 2024).
 
     Attributes:
         count: how many there are.
@@ -94,9 +94,9 @@ class HybridConfig:
         vocab_size: V.
         hidden_size: D.
         layer_types: what each layer is. Layers that mix tokens: "mamba", "gated_delta", "mamba1", "short_conv",
-            "attention", "parallel" ("mamba" and "attention" on the same input, summed), "shared" ("mamba", which also
-            hears one of `shared_blocks`). Layers that do not: "mlp" (a dense feed-forward part), "moe" (routed experts,
-            and a dense part if it has a width).
+            "attention", "parallel" ("mamba" and "attention" on the same input, summed), "shared" ("mamba" and one of
+            `shared_blocks`). Layers that do not: "mlp" (a dense feed-forward part), "moe" (routed experts, and a dense
+            part if it has a width).
         separate_feed_forward: layers that mix tokens have no feed-forward part; else each ends in a dense part, with
             experts beside it if there are any.
         num_attention_heads, num_key_value_heads, head_dim: Hq, Hkv, Dh.

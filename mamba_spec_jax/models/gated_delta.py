@@ -22,7 +22,7 @@ from mamba_spec_jax.modes import DTypePolicy
 class GatedDeltaMixer(nnx.Module):
     """One projection to queries, keys, values, output gate z, b and a; recurrence; a gated norm of every head.
 
-    In KDA z and a come out of that projection with `rank` dims each, and a projection of their own follows.
+    In KDA z and a come out of that projection with `rank` dims each, and each has a second projection.
     """
 
     def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):

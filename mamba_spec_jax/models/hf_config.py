@@ -71,7 +71,7 @@ class HFConfig:
         return float(value)
 
     def numbers(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """As many finite numbers as `default` has, which null stands for too."""
+        """As many finite numbers as `default` has, which null means too."""
         value = self._get(key, default) if self.has(key) else default
         if not isinstance(value, list | tuple) or len(value) != len(default) or not all(map(_is_finite, value)):
             raise self.refusal(key, f"{len(default)} finite numbers")

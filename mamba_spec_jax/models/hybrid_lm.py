@@ -180,7 +180,7 @@ class HybridModel:
         Args:
             params: weights.
             draft: the window, a chain or a tree; drafts outside the vocabulary are left out, see `Draft.within`. A
-                tree's node is written T rows at most behind the committed ones, whatever its depth: leave room for
+                tree's node is written at most T rows after the committed ones, whatever its depth: leave room for
                 all of it. Nodes without room are not read, and cannot be committed.
             cache: donate it; keys and values past the committed length are written.
             kv_len: cache positions attention looks at (static); None looks at all.

@@ -21,7 +21,7 @@ _NORM_EPS = 1e-6  # of the latent norms, whatever the model's is
 class LatentAttention(nnx.Module):
     """Attention in the latent space: all heads read one key a token, the latent and a part that is shared as it is.
 
-    The projection from the latent to keys is moved to the queries, that to values behind the attention, so that the
+    The projection from the latent to keys is applied to the queries, that to values after attention, so that the
     cache holds `rank + shared` numbers a token, as keys and once more as values, whatever the number of heads.
     """
 

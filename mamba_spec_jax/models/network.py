@@ -38,7 +38,7 @@ _MIXERS = {
 
 
 class HybridLayer(nnx.Module):
-    """A token mixer and a feed-forward part, or one of them, each behind a norm and scaled into the residual stream."""
+    """A token mixer, a feed-forward part, or both, each after a norm, scaled and added to the residual stream."""
 
     def __init__(self, config: HybridConfig, layer_id: int, policy: DTypePolicy, rngs: nnx.Rngs):
         self.layer_id = layer_id

@@ -1,4 +1,4 @@
-"""Zamba2's shared transformer blocks: weights that several layers use in turn, and what each layer adds of its own."""
+"""Zamba2's shared transformer blocks: weights that several layers use in turn, and each layer's adapters."""
 
 import functools
 from typing import Any
@@ -37,7 +37,7 @@ class SharedUse(nnx.Module):
 
 
 class SharedBlock(nnx.Module):
-    """Attention over `[x, embedding]` and a gated feed-forward part, each behind a norm, without a residual stream."""
+    """Attention over `[x, embedding]` and a gated feed-forward part, each after a norm, without a residual stream."""
 
     def __init__(self, config: HybridConfig, policy: DTypePolicy, rngs: nnx.Rngs):
         D = config.hidden_size
@@ -59,7 +59,7 @@ class SharedBlock(nnx.Module):
         self, use: SharedUse, x: Hidden, embedded: Hidden, backend: AttentionBackend, cache: HybridCache,
         record: VerifyRecord | None, batch: ForwardBatch,
     ) -> Mixed:  # fmt: skip
-        """What the layer of `use` hears of the residual stream `x` and the embeddings that it began with."""
+        """The block's output for the layer of `use`, from the residual stream `x` and the embeddings."""
         both = self.input_norm(jnp.concatenate([x.astype(embedded.dtype), embedded], axis=-1))
         adapters = tuple(use.attention_adapters)
         mixed, cache, record = self.attention(use.layer_id, both, backend, cache, record, batch, adapters)

@@ -94,7 +94,7 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """`str.format` and `format_map` when a template names them, which jinja2 replaces by functions of its own."""
+        """`str.format` and `format_map` when a template names them, which jinja2 replaces by its own functions."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
             _check_widths(value.__self__)

@@ -270,7 +270,7 @@ def _progress(draft: Draft, output: ModelOutput, result: AcceptResult) -> Progre
 
 
 def _append(buffer: Array, lengths: Rows, window: Array, counts: Rows) -> Array:
-    """Writes the first `counts[b]` columns of each row's window behind its real tokens."""
+    """Appends the first `counts[b]` columns of each row's window to its tokens."""
     columns = jnp.arange(window.shape[1], dtype=jnp.int32)[None]
     index = jnp.where(columns < counts[:, None], lengths[:, None] + columns, buffer.shape[1])
     rows = jnp.arange(buffer.shape[0], dtype=jnp.int32)[:, None]

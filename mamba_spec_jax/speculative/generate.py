@@ -59,8 +59,8 @@ class ChunkReport:
         active: `[B]` rows that go on.
         remaining: `[B]` tokens each row may still emit, 0 for those that do not go on.
         passes: `[B]` verify passes each row was active in.
-        foreseen: `[J, B]` leading tokens that came true of J drafts made on the way, only to be judged; -1 where none
-            was made. J is 0 in chunks that draft.
+        foreseen: `[J, B]` how many leading tokens of each of J probe drafts, which are not verified, were generated
+            later; -1 where there was no draft. J is 0 in chunks that verify drafts.
     """
 
     lengths: Rows
@@ -204,7 +204,7 @@ def start_generation(
 
 
 def resolve_drafting(drafter: Drafter | None, depth: int | str | DepthPolicy | None) -> tuple[Drafter, DepthPolicy]:
-    """The drafter and depth policy that `generate`'s arguments stand for."""
+    """The drafter and depth policy that `generate`'s arguments ask for."""
     if isinstance(depth, bool | float) or (isinstance(depth, str) and depth != "auto"):
         raise ValueError(f"depth is {depth!r}, expected a number of drafts, 'auto' or a depth policy")
     if isinstance(depth, numbers.Integral):

@@ -56,10 +56,10 @@ class Progress:
     """What the target has read in one pass, and what a drafter may learn from it: a path, whatever tree it came from.
 
     Attributes:
-        tokens: `[B, T]` tokens read, one behind the other.
+        tokens: `[B, T]` consecutive tokens that were read.
         following: `[B, T]` the token that follows each in the text.
         hidden: `[B, T, D]` the target's hidden state at each, for every layer that the drafter asks for.
-        counts: `[B]` how many columns are real; 0 in rows that stand still.
+        counts: `[B]` how many columns are real; 0 in rows that do not advance.
         mode: the pass, EXTEND for a piece of prompt, TARGET_VERIFY for an accepted path (static).
         as_proposed: whether an accepted path is always one that this drafter proposed itself, if it proposed anything;
             False where the drafts of another may have been verified in its place (static).
@@ -76,8 +76,8 @@ class Progress:
 class Drafter(Protocol):
     """A source of drafts. Hashable and static; its weights arrive as `params`, what it remembers is a pytree.
 
-    Rows of its state are batch rows. A drafter that has a recurrent state of its own brings it to the accepted prefix
-    by `update_mamba_state_after_mtp_verify`, as the target does. One that has a vocabulary of its own says how large it
+    Rows of its state are batch rows. A drafter that has a recurrent state brings it to the accepted prefix
+    by `update_mamba_state_after_mtp_verify`, as the target does. One that has its own vocabulary says how large it
     is by a `vocab_size`, which must be the target's.
     """
 

@@ -240,7 +240,7 @@ def _keep(log_probs: Float[Array, "*N V"], lowest: Float[Array, "*N 1"], on: Boo
 def _lowest_kept(
     log_probs: Float[Array, "*N V"], weights: Float[Array, "*N V"], bound: Float[Array, "*N 1"], on: Bool[Array, "*N 1"]
 ) -> Float[Array, "*N 1"]:
-    """A threshold at or above which lie exactly the tokens with less than `bound` weight strictly above them.
+    """A threshold that exactly those tokens reach which have less than `bound` weight strictly above them.
 
     Bisects the float32 numbers instead of sorting the vocabulary, which costs several times as much on a CPU. Floats of
     one sign are ordered as their bits are, so 31 halvings end at the exact value. Rounding cannot mislead them: adding

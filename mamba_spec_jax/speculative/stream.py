@@ -70,7 +70,7 @@ def stream(
         The `Generation`, as the generator's value: `generation = yield from stream(...)`.
 
     Raises:
-        ValueError: as `generate`, and for a tokenizer whose tokens have no bytes of their own.
+        ValueError: as `generate`, and for a tokenizer whose tokens have no bytes by themselves.
     """
     stops = text_stops(tokenizer, model.vocab_size, eos_ids, stop_strings)
     table = visible_bytes(tokenizer, model.vocab_size)

@@ -161,7 +161,7 @@ _BYTE_OF = _byte_level_alphabet()
 
 
 def _decode_byte_level(token: str) -> bytes:
-    """A token with a character outside the alphabet stands for itself: added tokens are often plain text."""
+    """A token with a character outside the alphabet is taken as text: added tokens often are."""
     try:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:

@@ -88,7 +88,7 @@ class SelectedTree:
     Attributes:
         nodes: `[B, T]` the candidate that each node is; the root, candidate 0, first.
         parents: `[B, T]` as a `Draft` wants them.
-        lengths: `[B]` nodes behind the root that are possible at all; they come first.
+        lengths: `[B]` how many nodes besides the root are possible; they come first.
     """
 
     nodes: Int32[jax.Array, "B T"]
@@ -122,7 +122,7 @@ def select_best(joint_log_probs: Float[Array, "B N"], parents: Int32[Array, "B N
     score = joint_log_probs.at[:, 0].set(jnp.inf)
     best = jnp.argsort(-score, axis=1, stable=True)[:, :T].astype(jnp.int32)
     possible = jnp.take_along_axis(score, best, axis=1) > -jnp.inf
-    # In the order of the candidates, hence parents first, with the impossible ones behind all others.
+    # In the order of the candidates, hence parents first, and impossible ones last.
     order = jnp.argsort(jnp.where(possible, best, N + best), axis=1)
     nodes = jnp.take_along_axis(best, order, axis=1)
     wanted = jnp.take_along_axis(earlier_parents(parents), nodes, axis=1)

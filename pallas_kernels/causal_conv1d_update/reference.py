@@ -1,7 +1,7 @@
 """The op in plain JAX, `implementation="xla"`.
 
 The kernel is a handful of taps, so the convolution is their shifted products: two orders of magnitude faster on a CPU
-than a general convolution, and every output is the same sum wherever its token stands.
+than a general convolution, and an output is the same sum at every index.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def update(
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Outputs, and either the pool with the windows advanced or the record with the inputs."""
-    # Everything out of range lies past the end, where JAX drops writes (-1 would wrap around).
+    # What is out of range is moved past the end, where JAX drops writes (-1 would wrap around).
     index = jnp.where(inside(slots, conv_state.shape[1]), slots, conv_state.shape[1])
     window = conv_state.at[layer, index].get(mode="fill", fill_value=0)
     inputs = x.astype(conv_state.dtype)

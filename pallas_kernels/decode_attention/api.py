@@ -36,10 +36,10 @@ def decode_attention(
         s < lengths[b] + t + 1 in a chain; s < lengths[b], and the rows of t's ancestors, in a tree; s >= since[b, t]
 
     In the shapes below B is rows, T tokens of the window, Hq and Hkv query and key heads (query head h reads key head
-    `h // (Hq / Hkv)`), Dh their size, S slots, M positions of a slot. The window's keys and values stand in the buffers
+    `h // (Hq / Hkv)`), Dh their size, S slots, M positions of a slot. The window's keys and values are in the buffers
     already, token j of row b at position `lengths[b] + offset + j`. Keys are visited block by block in an order that
     depends on nothing but their position (online softmax, Milakov and Gimelshein 2018), so that a token's result has
-    the same bits wherever it stands in its window and whatever other rows hold. Nothing behind the window is read into
+    the same bits at every index of its window and whatever other rows hold. Nothing after the window is read into
     the result, NaN or not, and neither the scores of all keys nor the rows' keys are ever stored.
 
     Args:
@@ -48,12 +48,12 @@ def decode_attention(
         values: `[S, M, Hkv, Dh]`.
         slots: `[B]` int32; rows whose slot is out of range see nothing and give zeros (-1 is the padding index).
         lengths: `[B]` int32, committed positions of each row.
-        num_tokens: `[B]` int32, real tokens of each window, None for T; columns behind them give anything finite.
+        num_tokens: `[B]` int32, real tokens of each window, None for T; later columns give anything finite.
         scale: multiplies the query, in its dtype.
         ancestors: `[B, T, offset + T]` bool, which rows of the window each token of a tree sees, itself included; the
             first `offset` of them were written by earlier passes over the same tree. None for a chain, offset 0.
         since: `[B, T]` int32, the first position that each token sees, for a sliding window; None for all.
-        kv_len: no row ends behind this position (static); M by default.
+        kv_len: no row ends after this position (static); M by default.
         block: positions that plain JAX visits at once; the kernels have their own (static).
         implementation: "xla", "triton", or None to choose by device.
         interpret: run the named GPU kernel in the interpreter, for tests.

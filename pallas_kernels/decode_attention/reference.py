@@ -1,6 +1,6 @@
 """The op in plain JAX, `implementation="xla"`.
 
-Visits the keys block by block; temporaries are one block of keys, of values and of scores. A block behind every token's
+Visits the keys block by block; temporaries are one block of keys, of values and of scores. A block after every token's
 position would change no bit, so `ends_early` stops at the last one that any row has.
 """
 

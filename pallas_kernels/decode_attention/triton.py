@@ -1,7 +1,7 @@
 """The op as Triton kernels, for sm_80 and later: keys split over programs, then their parts combined.
 
 Grid `(splits x tiles, Hkv, B)`: a program attends one tile of the `T x (Hq / Hkv)` queries that share a key head to
-one chunk of the row's positions, block by block (online softmax). Chunks lie where they lie whatever the row's length:
+one chunk of the row's positions, block by block (online softmax). Chunk boundaries do not depend on the row's length:
 a token's sums have one order in every pass over the same buffers. Where there is one chunk the result is written at
 once, else grid `(Hq / Hkv x T, Hkv, B)` combines the parts of each query in one tile. Blocks, for heads of 128: 64 keys
 and up to 64 queries, padded to 16; of 256: half as many. Bytes moved: keys and values of committed rows and of the

@@ -29,7 +29,7 @@ def gated_delta_chunk(
     scale: float | None = None,
     chunk_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The gated delta rule over a prompt: outputs, and the pool with the state behind each row's tokens.
+    """The gated delta rule over a prompt: outputs, and the pool with the state after each row's tokens.
 
     The recurrence of `gated_delta_update`, a chunk at a time (WY form); equal to it to rounding (1e-5). The state is
     carried in float32 and rounded to the pool's dtype once, at the end.

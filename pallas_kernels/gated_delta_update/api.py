@@ -47,7 +47,7 @@ def gated_delta_update(
     - by default the state after the row's tokens, in the pool: decoding;
     - with `snapshots`, the state after every token in its layer; the pool stays as it is: a verify to be committed;
     - with `disable_state_update` nothing;
-    - with `ring` and `fold`, the T inputs behind each row's history. The outputs then start from the state after the
+    - with `ring` and `fold`, the T inputs, after each row's history. The outputs then start from the state after the
       history, and rows with `fold` write that state to the pool; afterwards their history is empty, and the caller,
       who has run all layers, moves `starts` by `counts` and counts accepted tokens (`ring.extend`; after a tree,
       `ring.accept_path` before it).
@@ -73,7 +73,7 @@ def gated_delta_update(
             `[L, S, Q, Hv, K]`) in the arguments' dtypes, with Q >= 2 T; a row's count and T together must not pass Q
             (see `ring.must_fold`), and a slot's order is a permutation (see `Ring.empty`). Donate it.
         fold: `[B]` bool, the rows that write the state after their history; required with ring.
-        disable_state_update: leave nothing behind.
+        disable_state_update: write outputs only.
         parents: `[B, T]` int32, each node's parent, which comes before it; -1 at a root. None for a chain. A tree has
             no last state, so it needs snapshots, a ring or disable_state_update.
         form: "step", token by token; "chunk", the whole window at once in the WY form.

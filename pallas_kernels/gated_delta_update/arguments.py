@@ -25,7 +25,7 @@ class DeltaUpdate(NamedTuple):
         o: `[B, T, Hv, V]` outputs in v's dtype; 0 for tokens past `num_tokens` and rows without a slot.
         state: `[L, S, Hv, V, K]`.
         snapshots: `[L, B, T, Hv, V, K]`.
-        ring: with the pass's inputs behind each row's history; starts, counts and order as they were.
+        ring: with the pass's inputs after each row's history; starts, counts and order do not change.
     """
 
     o: jax.Array
@@ -105,7 +105,7 @@ def check_rows(op: str, batch: int, dtype: Any = "int32", **rows: jax.Array) -> 
 
 
 def check_kept(op: str, call: Call, disable_state_update: bool) -> None:
-    """A pass leaves one kind of thing behind, and it fits."""
+    """A pass writes one of state, snapshots and ring, and its shape fits."""
     L, S, *state = call.state.shape
     B, T = call.tokens.k.shape[:2]
     kept = {

@@ -2,7 +2,7 @@
 
 In the shapes below R is the rows of V of a program, and T the tokens it takes at once; K is cut into parts of C
 columns, and a state is a list of parts `[R, C]`. Keys and queries are read part by part, where they are used, as they
-are stored: what brings them to unit length stands outside of the products.
+are stored: the factors that bring them to unit length are applied to the products.
 """
 
 import operator
@@ -113,7 +113,7 @@ class Window(NamedTuple):
 
 
 class HeadDecay(NamedTuple):
-    """One decay a head, which stands outside of every product.
+    """One decay a head: products are taken without it and scaled by it.
 
     Attributes:
         window: the tokens.
@@ -154,7 +154,7 @@ class HeadDecay(NamedTuple):
 
 
 class ChannelDecay(NamedTuple):
-    """A decay per key channel, which stands inside the products: those of two tokens are taken token by token.
+    """A decay per key channel: it cannot be taken out of a product, so those of two tokens are taken token by token.
 
     Attributes:
         window: the tokens.

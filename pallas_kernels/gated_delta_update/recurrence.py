@@ -85,7 +85,7 @@ def advance(state: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
 def step_scan(
     state: jax.Array, tokens: Tokens, num_tokens: jax.Array, scale: float, snapshots: jax.Array | None, index: int
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The recurrence over each row's first `num_tokens[b]` tokens: outputs, the state behind them, and snapshots.
+    """The recurrence over each row's first `num_tokens[b]` tokens: outputs, the state after them, and snapshots.
 
     It is a scan even for one token: the compiled body is then the same for every T, and so are the bits.
 

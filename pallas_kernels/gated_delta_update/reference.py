@@ -20,7 +20,7 @@ def update(call: Call) -> DeltaUpdate:
     num_tokens = jnp.where(valid, jnp.clip(call.num_tokens, 0, tokens.k.shape[1]), 0)
     start, pool, ring, snapshots = read_states(call.state, layer, call.slots), call.state, call.ring, call.snapshots
     if ring is not None:
-        # Written before the history is read, which they lie behind: the other way round XLA copies the ring.
+        # Written before the history is read: in the other order XLA copies the ring.
         kept = {"k": tokens.k, "v": tokens.v, "g": tokens.g, "beta": tokens.beta}
         ring = write_tokens(ring, layer, jnp.where(num_tokens > 0, call.slots, -1), kept)
         counts = jnp.where(valid, rows_of(ring.counts, call.slots), 0)
@@ -50,7 +50,7 @@ def fold_history(call: Fold) -> jax.Array:
 
 
 def only_first(tokens: Tokens, num_tokens: jax.Array) -> Tokens:
-    """The tokens with zeros behind each row's first `num_tokens[b]`: they change nothing, and their output is 0."""
+    """The tokens with zeros after each row's first `num_tokens[b]`: these change nothing, and their output is 0."""
     real = jnp.arange(tokens.k.shape[1], dtype=jnp.int32)[None] < num_tokens[:, None]
     return jax.tree.map(lambda leaf: tokens_where(real, leaf), tokens)
 

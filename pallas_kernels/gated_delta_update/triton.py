@@ -9,7 +9,7 @@ read them, from the second time on out of a cache. Precision: float32, no tensor
 product before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
 
 The programs of a row share its ring, and none waits for another: in the ring's order, a permutation that no kernel
-changes, what they write comes behind the history that they read, and each entry is written by one of them.
+changes, what they write follows the history that they read, and each entry is written by one of them.
 """
 
 from typing import Any

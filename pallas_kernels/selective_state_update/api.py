@@ -42,12 +42,12 @@ def selective_state_update(
         h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T,    y_t = h_t C_t + D x_t            h: [P, N] per head
 
     In the shapes below L is layers, S slots, B rows, T tokens, H heads, P head dim, N state, G groups; head h reads
-    group h // (H/G). On a tree, h_{t-1} is the state of the node's parent. What a pass leaves behind:
+    group h // (H/G). On a tree, h_{t-1} is the state of the node's parent. What a pass writes:
 
     - by default the state after the T tokens, in the pool: decoding;
     - with `snapshots`, the state after every token in its layer; the pool stays as it is: a verify to be committed;
     - with `disable_state_update` nothing;
-    - with `ring` and `fold`, the T inputs behind each row's history. The outputs then start from the state after the
+    - with `ring` and `fold`, the T inputs, after each row's history. The outputs then start from the state after the
       history, and rows with `fold` write that state to the pool; afterwards their history is empty, and the caller,
       who has run all layers, moves `starts` by `counts` and counts accepted tokens (`ring.extend`; after a tree,
       `ring.accept_path` before it).
@@ -74,7 +74,7 @@ def selective_state_update(
             with Q >= 2 T; a row's count and T together must not pass Q (see `ring.must_fold`), and a slot's order is
             a permutation (see `Ring.empty`). Donate it.
         fold: `[B]` bool, the rows that write the state after their history; required with ring.
-        disable_state_update: leave nothing behind.
+        disable_state_update: write outputs only.
         parents: `[B, T]` int32, each node's parent, which comes before it; -1 at a root. None for a chain. A tree has
             no last state, so it needs snapshots, a ring or disable_state_update.
         form: "step", token by token; "chunk", the whole window at once in the state-space dual form.
@@ -187,7 +187,7 @@ def _check_kept(
     fold: Any,
     disable_state_update: bool,
 ) -> None:
-    """A pass leaves one kind of thing behind, and it fits."""
+    """A pass writes one of state, snapshots and ring, and its shape fits."""
     kept = {"snapshots": snapshots is not None, "ring": ring is not None, "disable_state_update": disable_state_update}
     if sum(kept.values()) > 1:
         named = " and ".join(name for name, given in kept.items() if given)

@@ -24,7 +24,7 @@ class StateUpdate(NamedTuple):
         y: `[B, T, H, P]` outputs, in x's dtype.
         state: `[L, S, H, P, N]`.
         snapshots: `[L, B, T, H, P, N]`.
-        ring: with the pass's inputs behind each row's history; starts, counts and order as they were.
+        ring: with the pass's inputs after each row's history; starts, counts and order do not change.
     """
 
     y: jax.Array

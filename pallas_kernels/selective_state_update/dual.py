@@ -98,7 +98,7 @@ def window_end(h: jax.Array, window: SSMInputs, A: jax.Array) -> jax.Array:
 
 
 def fold(h0: jax.Array, inputs: SSMInputs, A: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """The state after each row's first `num_tokens[b]` tokens, in float32; behind them may lie anything."""
+    """The state after each row's first `num_tokens[b]` tokens, in float32; later columns may hold anything."""
     exists = jnp.arange(inputs.dt.shape[1], dtype=jnp.int32)[None] < num_tokens[:, None]
     window = jax.tree.map(lambda leaf: tokens_where(exists, leaf), in_float32(inputs))
     return window_end(h0.astype(jnp.float32), window, A)

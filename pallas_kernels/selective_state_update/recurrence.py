@@ -97,7 +97,7 @@ def step_tree(
 def fold(h0: jax.Array, inputs: SSMInputs, A: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """The state after each row's first `num_tokens[b]` tokens, with the bits of `step_scan`.
 
-    Runs as many steps as the row with most tokens has; what lies behind a row's tokens may be anything.
+    Runs as many steps as the row with most tokens has; later columns of a row may hold anything.
     """
     tokens, decays, _ = _scanned(inputs, A)
 

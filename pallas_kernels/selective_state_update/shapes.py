@@ -41,7 +41,7 @@ def arguments(
     Args:
         shape: of the model.
         slots, batch, steps: S, B, T.
-        keep: what the pass leaves behind: "state", "snapshots", "ring" or "nothing".
+        keep: what the pass writes: "state", "snapshots", "ring" or "nothing".
         tree: with parents.
         length: Q, of a ring.
     """

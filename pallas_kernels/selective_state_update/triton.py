@@ -10,7 +10,7 @@ folded before. Precision: float32; the state is rounded to its storage dtype aft
 every product before it adds (`tests/aot` looks for fused ones), so a token has the same bits in every pass.
 
 All programs of a row share the ring's dt and B, and no program waits for another. That is safe because the entries that
-a pass writes come behind the history in the ring's order, a permutation that no kernel changes, so that none of its
+a pass writes follow the history in the ring's order, a permutation that no kernel changes, so that none of its
 programs reads them (`ring.must_fold` keeps room), and each is written by one program: dt by its head's first, B by its
 group's first.
 """
@@ -65,7 +65,7 @@ def update(
             tile.store_state(buffers.state, tile.slot, h, where=tile.exists & reads.fold[tile.row])
 
         def step(t, h):
-            # The token is read behind the path to it, which needs the registers.
+            # Loaded after its ancestors were replayed, to free registers.
             before = h if reads.visible is None else _up_to(tile, t, reads, A, h, state.dtype)
             token = _read_token(tile, reads.inputs._asdict(), (tile.row, t))
             C = load(reads.inputs.C.at[tile.row, t, tile.group, tile.n], tile.n_mask)

@@ -27,13 +27,13 @@ def ssd_chunk_scan(
 
     Each row starts from its slot's state in one layer of the pool, and the state goes from chunk to chunk in float32.
     In the shapes below L is layers, S slots, B rows, T tokens, H heads, P head dim, N state, G groups. Rows may have
-    fewer than T tokens: dt is 0 behind them. A row whose slot is out of range (-1 is
+    fewer than T tokens: dt is 0 after them. A row whose slot is out of range (-1 is
     the padding index) starts from zeros and leaves no state; every other byte of the pool stays as it is.
 
     Args:
         state: `[L, S, H, P, N]`, the pool; donate it.
         x: `[B, T, H, P]`.
-        dt: `[B, T, H]` float32, after bias, softplus and clamp; 0 behind a row's tokens.
+        dt: `[B, T, H]` float32, after bias, softplus and clamp; 0 after a row's tokens.
         A: `[H]` float32, negative.
         B: `[B, T, G, N]`.
         C: `[B, T, G, N]`.

@@ -71,7 +71,7 @@ def _windows_by_row(pool, inputs, parents, indices):
         now = window(live.taps)
         if track is None:
             return write(pool, now, (0, slot, 0, 0))
-        # Both windows are formed before either is stored. Each store stands in for the other where that set skips the
+        # Both windows are formed before either is stored. Each store is used for the other where that set skips the
         # entry, which is cheaper here than a branch and never rewrites a slot that is to be left alone.
         tracked, track_slot = window(track.taps), track.slots[i]
         first = jnp.where(live.valid[i], now, tracked), jnp.where(live.valid[i], slot, track_slot)

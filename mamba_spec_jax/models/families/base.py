@@ -152,7 +152,7 @@ class Family:
     def canonical_names(self, names: Sequence[str], embedding: str) -> dict[str, str]:
         """Every stored name that the model may have a use for, and the name that `weights` uses for it.
 
-        Files of the model without its output projection lack `base`, and wrappers of the module put names of their own
+        Files of the model without its output projection lack `base`, and wrappers of the module put their own names
         before it, such as `base_model.model.` or `language_model.`. Where the embedding is tells what there is.
 
         Args:

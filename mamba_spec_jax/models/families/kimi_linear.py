@@ -109,7 +109,7 @@ def _attention_heads(hf: HFConfig) -> int:
 
 
 def _recurrent(hf: HFConfig) -> GatedDeltaConfig:
-    """Published files have a part of their own for these; transformers writes them beside the rest."""
+    """Published files nest these under a key; transformers writes them at the top level."""
     given = hf.nested("linear_attn_config")
 
     def size(published: str, key: str, default: int, minimum: int = 1) -> int:

@@ -102,7 +102,7 @@ def _rotates(hf: HFConfig) -> bool:
 
 
 def _or(hf: HFConfig, key: str, default: int) -> int:
-    """An integer, where null stands for the default too."""
+    """An integer, where null means the default too."""
     return hf.integer(key, minimum=1) if hf.has(key) else default
 
 

@@ -1,4 +1,4 @@
-"""qwen3_next: gated delta rule and gated attention layers, each with experts, one of them always on behind a gate."""
+"""qwen3_next: gated delta rule and gated attention layers, each with routed experts and a gated shared expert."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

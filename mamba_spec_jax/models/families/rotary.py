@@ -137,5 +137,5 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _or(rope: HFConfig, key: str, default: float) -> float:
-    """A number, where null stands for the default too."""
+    """A number, where null means the default too."""
     return rope.number(key) if rope.has(key) else default

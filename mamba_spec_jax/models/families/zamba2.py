@@ -1,4 +1,4 @@
-"""zamba2: Mamba-2 layers, some of which hear one of a few transformer blocks that they share, each with adapters."""
+"""zamba2: Mamba-2 layers, some of which add one of a few shared transformer blocks, with adapters for each use."""
 
 import math
 from collections.abc import Iterator

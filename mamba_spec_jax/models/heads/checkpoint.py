@@ -42,7 +42,7 @@ class LoadedHead:
         head: the static side.
         params: the head's weights, bound to the target's embedding and output projection.
         block_size: tokens of the block that a DFlash head was trained to fill, its first one included; else None.
-        mask_token: what stands for a token to be filled; None for heads that fill none.
+        mask_token: marks a position to be filled; None for heads that fill none.
         passes: in how many a DFlash head was trained to fill its block.
     """
 

@@ -56,7 +56,7 @@ class PredictionLayer(nnx.Module):
 
 
 class Eagle3(nnx.Module):
-    """One layer that reads three of the target's, with an output projection of its own onto part of the vocabulary.
+    """One layer that reads three of the target's, with its own output projection onto part of the vocabulary.
 
     Draft token i is the target's token `i + d2t[i]`; `t2d` says which of the target's tokens have one.
     """

@@ -1,4 +1,4 @@
-"""The static side of draft heads: their modules run over a cache of their own, weights coming in as `params`."""
+"""The static side of draft heads: their modules run over their own cache; weights are passed as `params`."""
 
 import dataclasses
 import functools
@@ -86,7 +86,7 @@ class DraftHead:
 
     @staticmethod
     def window(cache: HeadCache, num_tokens: Rows, width: int, offset: int | Array = 0) -> ForwardBatch:
-        """`width` positions of each row, `num_tokens[b]` of them real, `offset` behind what was read for good."""
+        """`width` positions of each row, `num_tokens[b]` of them real, starting `offset` after the committed ones."""
         lengths = cache.lengths + offset
         return ForwardBatch(
             slots=jnp.arange(lengths.size, dtype=jnp.int32),
@@ -194,12 +194,12 @@ class DFlashHead(DraftHead):
         return HeadCache(kv, cache.lengths + num_tokens)
 
     def fill(self, params: Any, tokens: Tokens, cache: HeadCache) -> tuple[Hidden, HeadCache]:
-        """`[B, T, D]` hidden states of a block that stands behind what was read.
+        """`[B, T, D]` hidden states of a block that follows the committed positions.
 
         Args:
             params: from `bind`.
             tokens: `[B, T]` the block: its first token, then masks.
-            cache: of the head; the block's keys and values are written behind its lengths, which stay.
+            cache: of the head; the block's keys and values are written after its `lengths`, which do not change.
         """
         B, T = tokens.shape
         batch = self.window(cache, jnp.full((B,), T, jnp.int32), T)

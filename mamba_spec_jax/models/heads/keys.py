@@ -28,7 +28,7 @@ WITHOUT_EFFECT = frozenset({
     "model_max_length", "draft_arch", "tie_word_embeddings", "target_model_type", "target_model_name_or_path",
     "speculators_version", "speculators_model_type", "eagle_decoder_type", "num_aux_hidden_states",
 })  # fmt: skip
-# Null and an absent key stand for the first value.
+# Null and an absent key mean the first value.
 ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "qkv_bias": (False,),

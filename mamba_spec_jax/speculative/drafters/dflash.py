@@ -12,10 +12,10 @@ from mamba_spec_jax.speculative.sampling import TokenChoice
 
 @dataclasses.dataclass(frozen=True)
 class DFlashDrafter:
-    """Fills the positions behind each row's last token at once, reading the target's hidden states (DFlash, 2026).
+    """Fills the positions after each row's last token at once, reading the target's hidden states (DFlash, 2026).
 
     In more passes than one, each fills as many of the positions as every other, from the left, and reads those filled
-    before it; the tokens behind them are masked still, and thought of anew.
+    before it; later tokens are still masked, and are predicted again.
 
     The state is the head's cache: keys and values of everything that the target has read, which is the text without
     its last token.
@@ -23,7 +23,7 @@ class DFlashDrafter:
     Attributes:
         head: the static side of the head.
         max_drafts: K, the most tokens proposed; one less than the block that the head was trained for, or fewer.
-        mask_token: the token that stands for a position to be filled.
+        mask_token: the token that marks a position to be filled.
         passes: how many; published heads are trained for one.
     """
 

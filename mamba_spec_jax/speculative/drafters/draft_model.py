@@ -41,7 +41,7 @@ class DraftModelState:
 
 @dataclasses.dataclass(frozen=True)
 class DraftModelDrafter:
-    """Drafts a chain, token by token, with a language model of its own (Leviathan et al. 2023; Chen et al. 2023).
+    """Drafts a chain, token by token, with a smaller language model (Leviathan et al. 2023; Chen et al. 2023).
 
     The model runs ahead on a scratch copy of its recurrent state and reads the root and all K drafts, the last one too,
     so that any accepted prefix can be committed. Drafts are chosen with the target's noise, hence count as chosen

@@ -26,7 +26,7 @@ class EagleTreeDrafter:
 
     Attributes:
         head: the static side of the head.
-        max_drafts: K, nodes behind the root.
+        max_drafts: K, nodes besides the root.
         depth: levels of the tree.
         width: nodes of a level that are run on, and children of each.
     """
@@ -114,7 +114,7 @@ class EagleTreeDrafter:
     def _level(self, cache: Any, candidates: "_Candidates", run_on: list[Int32[Array, "B W"]]) -> Any:
         """The newest nodes that are run on, as a window: they see what was read for good and their own ancestors.
 
-        Keys of a level stand behind those of the levels before it.
+        Keys of a level follow those of the levels before it.
         """
         seen = jnp.concatenate(run_on, axis=1)
         B, before = seen.shape[0], seen.shape[1] - self.width

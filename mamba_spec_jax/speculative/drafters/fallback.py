@@ -19,7 +19,7 @@ class FallbackDrafter:
     Both propose in every step and both follow the target, whosever drafts were verified. If either proposes trees, the
     other's chains are proposed as trees.
 
-    Drafts of a drafter that returns probs may stand beside drafts chosen outright. Those of a row are then one-hot
+    One drafter may return probs while the other chooses its drafts outright. Those of a row are then one-hot
     rows of probs, which is rejection sampling with a point mass, and exact, but only as long as the choice is
     independent of the noise that accepts and corrects it. So the one that chooses outright is asked to choose greedily,
     not with the target's noise. Siblings have no such probs, since a point mass holds but one of them; a tree is

@@ -99,7 +99,7 @@ def suffix_matches(tokens: Tokens, lengths: Rows, max_ngram: int) -> Int32[Array
 
 
 def continuations(tokens: Tokens, lengths: Rows, ends: Int32[Array, "B R"], num_drafts: int) -> Int32[Array, "B R K"]:
-    """The `num_drafts` tokens behind each of the columns `ends`, reading on into themselves where the text ends."""
+    """The `num_drafts` tokens after each of the columns `ends`; past the text's end they repeat from their start."""
     start = ends + 1
     period = jnp.maximum(lengths[:, None] - start, 1)
     source = start[..., None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, None] % period[..., None]

@@ -27,7 +27,7 @@ class NgramTreeDrafter:
     Nothing is remembered between steps.
 
     Attributes:
-        max_drafts: K, the most nodes behind the root.
+        max_drafts: K, the most nodes besides the root.
         max_branches: most occurrences continued.
         max_ngram: longest suffix tried.
         min_ngram: shortest suffix tried.
