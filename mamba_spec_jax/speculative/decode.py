@@ -242,7 +242,7 @@ def decode_until_finished(
     max_steps: int | None = None,
     drafter_params: Any = None,
 ) -> DecodeState:
-    """Steps until every row has finished, or `max_steps` of them, as one `jax.lax.while_loop`, for programs that embed it.
+    """Steps until every row has finished, or `max_steps` of them, as one `jax.lax.while_loop`, to embed in a program.
 
     On a GPU the loop's predicate is read on the host after every step; `generate` avoids that.
     """
