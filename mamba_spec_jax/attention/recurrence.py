@@ -115,7 +115,7 @@ class Recurrence(abc.ABC):
                     f"a verify pass of {T} tokens does not fit {self.replay}, which was made for windows of "
                     f"{self.replay.window}: create the model with a larger ReplayRing"
                 )
-            recurrent = spec.ring.zero_constants(L)
+            recurrent = {name: (jnp.zeros(shape, dtype),) * L for name, shape, dtype in spec.ring.constants}
         conv_inputs = jnp.zeros((L, B, T, self.conv_channels), spec.conv_dtype)
         return VerifyRecord(batch.slots, batch.num_tokens, batch.lengths, recurrent, conv_inputs, owner, batch.parents)
 
@@ -181,7 +181,8 @@ class Recurrence(abc.ABC):
         )
         if ring is None:
             return dataclasses.replace(pool, ssm=ssm if scatters else pool.ssm, conv=conv)
-        pool = dataclasses.replace(pool, conv=conv, constants=record.recurrent)
+        constants = {name: jnp.stack(layers) for name, layers in record.recurrent.items()}
+        pool = dataclasses.replace(pool, conv=conv, constants=constants)
         folded = self._folds(ring, record.slots, record.conv_inputs.shape[2])
         if track_slots is not None and track_steps is not None:
             pool, ring = self._track(pool, ring, record, folded, track_slots, track_steps)
@@ -211,7 +212,8 @@ class Recurrence(abc.ABC):
         fold = self._folds(pool.ring, batch.slots, batch.positions.shape[1])
         y, ssm, _, ring = self._update(index, tokens, inputs, batch, pool.ssm, ring=pool.ring, fold=fold)
         constants = {
-            name: record.recurrent[name].at[index].set(value) for name, value in self._constants(inputs).items()
+            name: (*record.recurrent[name][:index], value, *record.recurrent[name][index + 1 :])
+            for name, value in self._constants(inputs).items()
         }
         pool = dataclasses.replace(pool, ssm=ssm, ring=ring)
         return y, pool, dataclasses.replace(record, recurrent=constants)

@@ -92,7 +92,7 @@ class VerifyRecord:
         lengths: `[B]` tokens that each row's slot held before the pass; the commit leaves a slot that holds another
             number alone, since the record is then not of its last pass.
         recurrent: what the strategy keeps. SNAPSHOT: `[L, B, T, H, P, N]` states. REPLAY, which has the inputs in the
-            pool's ring: what of every layer's weights it takes to fold them.
+            pool's ring: by name, an array of each layer's weights that it takes to fold them.
         conv_inputs: `[L, B, T, C]` raw convolution inputs.
         spec: who made it (static).
         parents: `[B, T]` of the verified tree, None for a chain.

@@ -66,6 +66,9 @@ def _broken(model: ms.HybridModel, compiled, strategy: ms.CommitStrategy) -> lis
     found = [f"{operation} of [{shape}]" for shape, operation in _INSTRUCTION.findall(compiled.as_text())
              if (shape in shapes and operation not in _WRITES_IN_PLACE)
              or (shape == snapshots and operation not in _WRITES_SNAPSHOTS)]  # fmt: skip
+    copies = len(re.findall(r" copy(?:-start)?\(", compiled.as_text()))
+    if copies:  # of any size: on a GPU each is a launch, and one outside the command buffer
+        found.append(f"{copies} copies")
     memory = compiled.memory_analysis()
     resident = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
     record = BATCH * T * model.backend.pool_spec.ssm_bytes() if strategy is ms.CommitStrategy.SNAPSHOT else 0
