@@ -77,6 +77,8 @@ class SparseMoE(nnx.Module):
     ):  # fmt: skip
         if not 0 < top_k <= experts:
             raise ValueError(f"SparseMoE routes to top_k={top_k} of {experts} experts, expected 1..{experts}")
+        if routing is not None:
+            routing.check(experts, top_k)
         self.top_k = top_k
         self.gated = gated
         self.activation = activation

@@ -31,6 +31,17 @@ class SigmoidRouting:
         if not 0 < self.top_groups <= self.groups:
             raise ValueError(f"SigmoidRouting has top_groups={self.top_groups}, expected 1..{self.groups} (groups)")
 
+    def check(self, experts: int, top_k: int) -> None:
+        """Raises ValueError where `experts` do not make such groups, or a token could not choose `top_k` of them."""
+        if experts % self.groups or (self.groups > 1 and experts // self.groups < 2):
+            raise ValueError(f"{experts} experts do not make {self.groups} groups of equally many, at least two")
+        choice = experts // self.groups * self.top_groups
+        if self.top_groups < self.groups and top_k > choice:  # the rest would be drawn from groups that are left out
+            raise ValueError(
+                f"a token is routed to {top_k} of the {choice} experts in its best {self.top_groups} of {self.groups} "
+                "groups: expected more groups to choose from, or fewer experts a token"
+            )
+
 
 class SoftmaxRouter(Linear):
     """The experts with the greatest logits, weighted by the softmax over those, or over all."""
@@ -52,8 +63,6 @@ class SigmoidRouter(nnx.Module):
     """`SigmoidRouting` of float32 logits; its weights stay float32 whatever the model's are."""
 
     def __init__(self, size: int, experts: int, routing: SigmoidRouting, *, rngs: nnx.Rngs):
-        if experts % routing.groups or experts // routing.groups < 2:
-            raise ValueError(f"{experts} experts do not make {routing.groups} groups of equally many, at least two")
         init = nnx.initializers.lecun_normal()
         self.kernel = nnx.Param(init(rngs.params(), (size, experts), jnp.float32))
         self.correction = nnx.Param(jnp.zeros((experts,), jnp.float32))

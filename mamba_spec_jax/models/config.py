@@ -199,6 +199,8 @@ class HybridConfig:
                     f"recurrent is a {type(self.recurrent).__name__}, expected a {_RECURS[kind].__name__} for layers "
                     f"of type {kind!r}"
                 )
+        if self.num_experts and self.sigmoid_routing is not None:
+            self.sigmoid_routing.check(self.num_experts, self.experts_per_token)
         if ("shared" in self.layer_types) != (self.shared_blocks is not None):
             raise ValueError(f"shared_blocks is {self.shared_blocks}, expected them if and only if a layer is shared")
 

@@ -149,6 +149,8 @@ def test_groups_that_the_experts_do_not_fill():
             ValueError, match=f"{experts} experts do not make {groups} groups of equally many, at least"
         ):
             SparseMoE(SIZE, 4, experts, 1, routing=SigmoidRouting(groups=groups), **FLOAT32, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="a token is routed to 3 of the 2 experts in its best 1 of 3 groups"):
+        SparseMoE(SIZE, 4, 6, 3, routing=SigmoidRouting(groups=3), **FLOAT32, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"top_groups=4, expected 1\.\.3 \(groups\)"):
         SigmoidRouting(groups=3, top_groups=4)
 
