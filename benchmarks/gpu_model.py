@@ -1,5 +1,6 @@
 """The model on a device: lossless, and how fast."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import mamba_spec_jax as ms
 from benchmarks.timing import measure, rounded
 from mamba_spec_jax.assets import TINY
-from mamba_spec_jax.speculative.generate import decode_chunks, resolve_drafting
+from mamba_spec_jax.speculative.chunks import decode_chunks
 
 DRAFTS = 4
 FORMS = (
@@ -126,11 +127,9 @@ def _prompts(rows: int) -> list[list[int]]:
 
 
 def _final_state(model: ms.HybridModel, params: Any, limit: int, new: int) -> ms.DecodeState:
-    drafter, policy = resolve_drafting(None, DRAFTS)
-    state = ms.init_decode(
-        model, params, _prompts(4), drafter=drafter, max_drafts=DRAFTS, max_new=new, draft_limit=limit, logprobs=True
-    )
-    for newest, _ in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 16):
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(DRAFTS)), ms.Weights(params)
+    state = decoder.init(weights, _prompts(4), max_new=new, draft_limit=limit, logprobs=True)
+    for newest, _ in decode_chunks(decoder, weights, state):
         state = newest
     return state
 
@@ -154,7 +153,7 @@ def _differences(model: ms.HybridModel, params: Any, tokens: list[list[int]], pl
 
 def _steps(model: ms.HybridModel, params: Any, batch: int, drafts: int):
     """Sixteen steps of one width; rows draft nothing, so that only the width differs."""
-    drafter = ms.NgramDrafter(16)
-    state = ms.init_decode(model, params, _prompts(batch), drafter=drafter, max_drafts=16, max_new=64, draft_limit=0)
-    steps = jax.jit(lambda params, state: ms.decode_steps(model, params, state, drafter, ms.Greedy(), drafts, None, 16))
-    return lambda: lambda: steps(params, state)
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(16)), ms.Weights(params)
+    state = decoder.init(weights, _prompts(batch), max_new=64, draft_limit=0)
+    steps = jax.jit(dataclasses.replace(decoder, num_drafts=drafts).steps, static_argnames="num_steps")
+    return lambda: lambda: steps(weights, state, num_steps=16)

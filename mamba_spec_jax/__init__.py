@@ -24,14 +24,7 @@ from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig, Mamba1Confi
 from mamba_spec_jax.models.strategy import StrategyChoice, choose_strategy
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, ReplayRing, SpeculativeMode
 from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
-from mamba_spec_jax.speculative.decode import (
-    DecodeState,
-    Requests,
-    Statistics,
-    decode_steps,
-    decode_until_finished,
-    speculative_decode_step,
-)
+from mamba_spec_jax.speculative.decoder import Decoder
 from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
 from mamba_spec_jax.speculative.drafters.draft_model import DraftModel, DraftModelDrafter, DraftModelState
@@ -41,7 +34,6 @@ from mamba_spec_jax.speculative.drafters.fallback import FallbackDrafter
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import Generation, generate
-from mamba_spec_jax.speculative.prompts import init_decode
 from mamba_spec_jax.speculative.protocol import (
     AutoregressiveHead,
     BlockHead,
@@ -51,6 +43,7 @@ from mamba_spec_jax.speculative.protocol import (
     Proposal,
     SpeculativeModel,
 )
+from mamba_spec_jax.speculative.requests import GenerationOptions, Requests, RowOptions
 from mamba_spec_jax.speculative.sampling import (
     Filters,
     Greedy,
@@ -59,6 +52,7 @@ from mamba_spec_jax.speculative.sampling import (
     TokenChoice,
     draw_keys,
 )
+from mamba_spec_jax.speculative.state import DecodeState, Statistics, Weights
 from mamba_spec_jax.speculative.stop import StopAutomaton, StopConditions, StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
 from mamba_spec_jax.speculative.text import token_bytes
@@ -89,6 +83,7 @@ __all__ = [
     "DFlashDrafter",
     "DTypePolicy",
     "DecodeState",
+    "Decoder",
     "DepthPolicy",
     "Device",
     "Draft",
@@ -110,6 +105,7 @@ __all__ = [
     "GatedDeltaInputs",
     "GatedDeltaWeights",
     "Generation",
+    "GenerationOptions",
     "Greedy",
     "HybridAttnBackend",
     "HybridCache",
@@ -144,6 +140,7 @@ __all__ = [
     "Ring",
     "RingSpec",
     "RotaryScaling",
+    "RowOptions",
     "Sampling",
     "SelectedTree",
     "SharedBlocks",
@@ -165,20 +162,17 @@ __all__ = [
     "TokenChoice",
     "TreeTopology",
     "VerifyRecord",
+    "Weights",
     "accept",
     "choose_strategy",
-    "decode_steps",
-    "decode_until_finished",
     "draw_keys",
     "generate",
     "generated_texts",
-    "init_decode",
     "load",
     "load_drafter",
     "plan_memory",
     "reset_slots",
     "select_best",
-    "speculative_decode_step",
     "stream",
     "text_stops",
     "token_bytes",

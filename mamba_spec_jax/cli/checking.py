@@ -18,8 +18,6 @@ from mamba_spec_jax.speculative.protocol import Progress, Proposal
 from mamba_spec_jax.speculative.sampling import TokenChoice
 from mamba_spec_jax.speculative.stop import StopReason
 
-_CHUNK_STEPS = 16
-
 
 @flax.struct.dataclass
 class Script:
@@ -164,7 +162,7 @@ def _run(
 ) -> Run:  # fmt: skip
     state, chunks = start_generation(
         model, params, prompts, max_new=max_new, drafter=drafter, drafter_params=script, draft_limit=limit,
-        logprobs=True, chunk_steps=_CHUNK_STEPS,
+        logprobs=True,
     )  # fmt: skip
     for newest, _ in chunks:
         state = newest

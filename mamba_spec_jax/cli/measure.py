@@ -9,13 +9,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
-from mamba_spec_jax.speculative.decode import DecodeState
-from mamba_spec_jax.speculative.generate import Generation, collect, decode_chunks, resolve_drafting
-from mamba_spec_jax.speculative.prompts import init_decode
+from mamba_spec_jax.speculative.chunks import decode_chunks
+from mamba_spec_jax.speculative.decoder import Decoder
+from mamba_spec_jax.speculative.depth import DepthPolicy
+from mamba_spec_jax.speculative.generate import Generation, collect, resolve_drafting
 from mamba_spec_jax.speculative.sampling import Greedy, Sampling
+from mamba_spec_jax.speculative.state import DecodeState, Weights
 from mamba_spec_jax.text_generation import LoadedModel
-
-_CHUNK_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,24 +146,24 @@ class Bench:
 
     def _prefill(self, scenario: Scenario, depth: int | str) -> DecodeState:
         prompts = [self._tokenizer.encode(text).ids for text in demo_prompts(scenario.kind, scenario.batch)]
-        drafter, policy = resolve_drafting(None, depth)
-        return init_decode(
-            self._loaded.model,
-            self._loaded.params,
+        decoder, _ = self._decoder(scenario, depth)
+        return decoder.init(
+            Weights(self._loaded.params),
             prompts,
-            drafter=drafter,
-            max_drafts=policy.max_drafts,
             max_new=self._max_new,
             seeds=self._seed if scenario.temperature else 0,
             temperature=scenario.temperature,
         )
 
     def _decode(self, scenario: Scenario, depth: int | str, state: DecodeState) -> DecodeState:
-        drafter, policy = resolve_drafting(None, depth)
-        model, params = self._loaded.model, self._loaded.params
-        for newest, _ in decode_chunks(model, params, state, drafter, _method(scenario), None, policy, _CHUNK_STEPS):
+        decoder, policy = self._decoder(scenario, depth)
+        for newest, _ in decode_chunks(decoder, Weights(self._loaded.params), state, policy):
             state = newest
         return jax.block_until_ready(state)
+
+    def _decoder(self, scenario: Scenario, depth: int | str) -> tuple[Decoder, DepthPolicy]:
+        drafter, policy = resolve_drafting(None, depth)
+        return Decoder(self._loaded.model, drafter, _method(scenario), policy.max_drafts), policy
 
 
 def _method(scenario: Scenario) -> Greedy | Sampling:

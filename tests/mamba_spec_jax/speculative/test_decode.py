@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mamba_spec_jax as ms
-from mamba_spec_jax.speculative import generate as driver
-from mamba_spec_jax.speculative.decode import Requests, Statistics
+from mamba_spec_jax.speculative import chunks
+from mamba_spec_jax.speculative.requests import Requests
+from mamba_spec_jax.speculative.state import Statistics
 
 from ..tiny import DENSE, random_params
 from .toy import ToyModel
@@ -110,7 +111,7 @@ def simulate(row, eos, stop_strings, drafts=True):
     return out
 
 
-def build_state(rows):
+def build_state(rows, stops):
     tokens = np.zeros((ROWS, LENGTH), np.int32)
     for r, row in enumerate(rows):
         tokens[r, : len(row.prompt)] = row.prompt
@@ -148,15 +149,16 @@ def build_state(rows):
             temperature=jnp.ones((ROWS,), jnp.float32),
             filters=ms.Filters.create(ROWS),
         ),
-        statistics=Statistics(zeros(), zeros(), jnp.zeros((ROWS, DRAFTS + 1), jnp.int32)),
+        stops=stops,
+        statistics=Statistics.create(ROWS, DRAFTS),
         logprobs=jnp.zeros((ROWS, LENGTH), jnp.float32),
     )
 
 
 @functools.partial(jax.jit, donate_argnums=1)
 @chex.assert_max_traces(n=1)
-def step(params, state, stops):
-    return ms.speculative_decode_step(MODEL, params, state, Foresight(), ms.Greedy(), DRAFTS, stops)
+def step(weights, state):
+    return ms.Decoder(MODEL, Foresight()).step(weights, state)
 
 
 tokens_of = functools.partial(st.lists, st.integers(0, VOCAB - 1))
@@ -199,9 +201,9 @@ def test_rows_as_their_definition(rows, eos, stop_strings):
             for token, off in zip(foreseen, row.wrong, strict=True)
         ]
     stops = ms.StopConditions.create(eos, stop_strings, TOKEN_BYTES)
-    state = build_state(rows)
+    state = build_state(rows, stops)
     for _ in range(MOST_NEW):
-        state = step(LOGITS, state, stops)
+        state = step(ms.Weights(LOGITS), state)
 
     assert not np.any(state.active)
     states = np.asarray(state.cache.mamba.ssm)[0, :, 0, 0, 0]
@@ -227,19 +229,17 @@ def test_rows_as_their_definition(rows, eos, stop_strings):
 
 PROMPTS = [[3, 9, 4, 3, 9, 4, 3], [5, 5], [11]]
 HYBRID = ms.HybridModel.create(DENSE)
-DRAFTER = ms.NgramDrafter(DRAFTS)
+DECODER = ms.Decoder(HYBRID, ms.NgramDrafter(DRAFTS), ms.Sampling())
 STEPS = 20
 
 
 @jax.jit
 def run(params, state):
-    return ms.decode_steps(HYBRID, params, state, DRAFTER, ms.Sampling(), DRAFTS, None, STEPS)
+    return DECODER.steps(ms.Weights(params), state, STEPS)
 
 
 def begin(prompts, **requests):
-    return ms.init_decode(
-        HYBRID, random_params(HYBRID), prompts, drafter=DRAFTER, max_drafts=DRAFTS, logprobs=True, **requests
-    )
+    return DECODER.init(ms.Weights(random_params(HYBRID)), prompts, logprobs=True, **requests)
 
 
 def assert_same(actual, expected):
@@ -295,9 +295,8 @@ def test_a_donated_state_stays_where_it_lies(num_drafts):
     """A chunk of steps neither copies a pool or a key/value buffer nor has room for one."""
     slots, max_len = 1013, 37
     state = dataclasses.replace(begin(PROMPTS, max_new=20), cache=HYBRID.init_cache(slots, max_len))
-    compiled = driver._run_chunk.lower(
-        HYBRID, random_params(HYBRID), state, DRAFTER, ms.Greedy(), num_drafts, ms.StopConditions.create(), 4, DRAFTS
-    ).compile()
+    decoder = dataclasses.replace(DECODER, method=ms.Greedy())
+    compiled = chunks._run_chunk.lower(decoder, ms.Weights(random_params(HYBRID)), state, num_drafts, 4).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert f",{slots}," in text
     assert whole_buffer_copies(text, [slots]) == []
@@ -331,6 +330,7 @@ class TooFew(Foresight):
     ],
 )
 def test_what_a_model_or_drafter_leaves_out_is_named(model, drafter, message):
-    state = ms.init_decode(model, LOGITS, [[1]] * ROWS, drafter=drafter, max_drafts=DRAFTS, max_new=4)
+    decoder, weights = ms.Decoder(model, drafter), ms.Weights(LOGITS)
+    state = decoder.init(weights, [[1]] * ROWS, max_new=4)
     with pytest.raises(ValueError, match=message):
-        ms.speculative_decode_step(model, LOGITS, state, drafter, ms.Greedy(), DRAFTS)
+        decoder.step(weights, state)

@@ -94,9 +94,7 @@ def test_without_drafts_it_follows():
 
 
 def begin(drafter, params):
-    return ms.init_decode(
-        TARGET, PARAMS, PROMPTS, drafter=drafter, drafter_params=params, max_drafts=K, max_new=BUDGETS
-    )
+    return ms.Decoder(TARGET, drafter).init(ms.Weights(PARAMS, params), PROMPTS, max_new=BUDGETS)
 
 
 @pytest.mark.parametrize(("model", "params"), [(TARGET, PARAMS), (OTHER, OTHER_PARAMS)], ids=["target", "other"])
@@ -142,12 +140,7 @@ class Forgetful(DraftModelDrafter):
 def test_a_commit_left_out_is_an_error(mutant):
     drafter, state = mutant(TARGET, K), begin(DraftModelDrafter(TARGET, K), PARAMS)
     with pytest.raises(ValueError, match="still awaits the commit of a verify pass"):
-        jax.eval_shape(
-            lambda state: ms.speculative_decode_step(
-                TARGET, PARAMS, state, drafter, ms.Greedy(), K, drafter_params=PARAMS
-            ),
-            state,
-        )
+        jax.eval_shape(ms.Decoder(TARGET, drafter).step, ms.Weights(PARAMS, PARAMS), state)
 
 
 def test_keys_and_values_stay_where_they_lie():
@@ -192,10 +185,10 @@ def test_errors_name_the_values():
     drafter, params = DraftModelDrafter(other, K), random_params(other)
     message = "DraftModelDrafter has a vocabulary of 27 tokens, but the target one of 29"
     with pytest.raises(ValueError, match=message):
-        begin(drafter, params)
-    state = begin(ms.NgramDrafter(K), None)
+        ms.Decoder(TARGET, drafter)
     with pytest.raises(ValueError, match=message):
-        ms.speculative_decode_step(TARGET, PARAMS, state, drafter, ms.Greedy(), K, drafter_params=params)
+        ms.generate(TARGET, PARAMS, PROMPTS, drafter=drafter, drafter_params=params)
+    state = begin(ms.NgramDrafter(K), None)
     with pytest.raises(ValueError, match="max_drafts is 0, expected at least 1"):
         DraftModelDrafter(TARGET, 0)
     with pytest.raises(ValueError, match=r"num_drafts=4, expected 1..3 \(max_drafts\)"):

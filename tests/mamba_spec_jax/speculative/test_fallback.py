@@ -16,7 +16,7 @@ from mamba_spec_jax.speculative.protocol import Progress
 from mamba_spec_jax.speculative.sampling import TokenChoice
 
 from ..tiny import DENSE, random_params
-from .drafting import PROMPTS, assert_has_read_the_text, quick_prefills, run, texts
+from .drafting import assert_has_read_the_text, quick_prefills, run, texts
 from .test_joint_distribution import (
     ALPHA,
     LOGITS,
@@ -204,10 +204,9 @@ RUNS, DRAFTS = 20_000, 2
 def drawn_tokens(steps):
     """The first tokens of RUNS rows, as many as there are steps."""
     drafter = FallbackDrafter(Coupled(TABLE, DRAFTS), ToyDrafter(TABLE, DRAFTS))
-    step = jax.jit(lambda state: ms.speculative_decode_step(MODEL, LOGITS, state, drafter, ms.Sampling(), DRAFTS))
-    state = ms.init_decode(
-        MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=DRAFTS, max_new=12, temperature=1
-    )
+    decoder, weights = ms.Decoder(MODEL, drafter, ms.Sampling()), ms.Weights(LOGITS)
+    step = jax.jit(lambda state: decoder.step(weights, state))
+    state = decoder.init(weights, [PROMPT] * RUNS, max_new=12, temperature=1)
     for _ in range(steps):
         state = step(state)
     return np.asarray(state.tokens)[:, len(PROMPT) : len(PROMPT) + steps]
@@ -254,10 +253,4 @@ def test_the_vocabulary_is_the_smaller_one():
     assert FallbackDrafter(Canned(1, (1,), vocab_size=9), Canned(2, (1,), vocab_size=7)).vocab_size == 7
     assert FallbackDrafter(Canned(1, (1,)), Canned(2, (1,))).vocab_size is None
     with pytest.raises(ValueError, match="FallbackDrafter has a vocabulary of 4 tokens, but the target one of 5"):
-        ms.init_decode(
-            MODEL,
-            LOGITS,
-            PROMPTS[1:],
-            drafter=FallbackDrafter(ms.NgramDrafter(K), Canned(2, (1,), vocab_size=4)),
-            max_drafts=K,
-        )
+        ms.Decoder(MODEL, FallbackDrafter(ms.NgramDrafter(K), Canned(2, (1,), vocab_size=4)))

@@ -8,8 +8,10 @@ import pytest
 import scipy.special
 
 import mamba_spec_jax as ms
-from mamba_spec_jax.speculative import generate as driver
-from mamba_spec_jax.speculative.generate import collect, decode_chunks, resolve_drafting
+from mamba_spec_jax.speculative import chunks as driver
+from mamba_spec_jax.speculative.chunks import decode_chunks
+from mamba_spec_jax.speculative.compiled_programs import program_count
+from mamba_spec_jax.speculative.generate import collect
 
 CONFIG = ms.HybridConfig(
     model_type="granitemoehybrid",
@@ -48,9 +50,9 @@ def params(model):
 
 def run(model, params, prompts=PROMPTS, stops=None, depth=DRAFTS, chunk_steps=4, **requests):
     """The final state, with which the committed side can be looked at."""
-    drafter, policy = resolve_drafting(None, depth)
-    state = ms.init_decode(model, params, prompts, drafter=drafter, max_drafts=policy.max_drafts, **requests)
-    for newest, _ in decode_chunks(model, params, state, drafter, ms.Greedy(), stops, policy, chunk_steps):
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(depth)), ms.Weights(params)
+    state = decoder.init(weights, prompts, stops=stops, **requests)
+    for newest, _ in decode_chunks(decoder, weights, state, chunk_steps=chunk_steps):
         state = newest
     return state
 
@@ -149,18 +151,16 @@ def test_logprobs_are_the_targets_own(model, params, without_its_first_token):
 
 def test_one_trace_serves_a_generation_of_varying_lengths(model, params):
     run(model, params, max_new=NEW)
-    programs = driver._compiled_programs()
+    programs = program_count(driver._run_chunk)
     run(model, params, max_new=[3, 17, NEW])
     run(model, params, [[7, 8], [9] * 6, [2]], max_new=NEW, draft_limit=2)
-    assert driver._compiled_programs() == programs
+    assert program_count(driver._run_chunk) == programs
 
 
 def test_the_compiled_chunk_calls_nothing_on_the_host(model, params):
-    drafter, _ = resolve_drafting(None, DRAFTS)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
-    stops = ms.StopConditions.create()
-    lowered = driver._run_chunk.lower(model, params, state, drafter, ms.Greedy(), DRAFTS, stops, 4, DRAFTS)
-    text = lowered.compile().as_text()
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(DRAFTS)), ms.Weights(params)
+    state = decoder.init(weights, PROMPTS, max_new=NEW)
+    text = driver._run_chunk.lower(decoder, weights, state, DRAFTS, 4).compile().as_text()
     assert "while" in text
     for word in ("callback", "infeed", "outfeed", " send(", " recv("):
         assert word not in text, word
@@ -169,8 +169,8 @@ def test_the_compiled_chunk_calls_nothing_on_the_host(model, params):
 @pytest.mark.parametrize("deliberate", [False, True])
 def test_the_host_reads_only_at_chunk_ends(model, params, monkeypatch, deliberate):
     """Every conversion of a device array raises, except inside the driver's own read of a finished chunk."""
-    drafter, policy = resolve_drafting(None, DRAFTS)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(DRAFTS)), ms.Weights(params)
+    state = decoder.init(weights, PROMPTS, max_new=NEW)
     array_type = type(state.lengths)
     reading, value = [], array_type._value
 
@@ -190,11 +190,11 @@ def test_the_host_reads_only_at_chunk_ends(model, params, monkeypatch, deliberat
     monkeypatch.setattr(driver.jax, "device_get", device_get)
     chunks = 0
     if deliberate:
-        newest, _ = next(decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 4))
+        newest, _ = next(decode_chunks(decoder, weights, state, chunk_steps=4))
         with pytest.raises(AssertionError, match="read on the host"):
             int(newest.lengths[0])
         return
-    for _, report in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 4):
+    for _, report in decode_chunks(decoder, weights, state, chunk_steps=4):
         assert isinstance(report.lengths, np.ndarray)
         chunks += 1
     assert chunks > 1
@@ -229,13 +229,12 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         init_cache, prefill, verify = model.init_cache, model.prefill, model.verify
 
     def step(target, drafter):
-        state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
-        jax.eval_shape(
-            lambda state: ms.speculative_decode_step(target, params, state, drafter, ms.Greedy(), DRAFTS), state
-        )
+        weights = ms.Weights(params)
+        state = ms.Decoder(model, drafter).init(weights, PROMPTS, max_new=NEW)
+        jax.eval_shape(ms.Decoder(target, drafter).step, weights, state)
 
     step(model, ms.NgramDrafter(DRAFTS))
-    with pytest.raises(ValueError, match="speculative_decode_step got a cache that still awaits the commit"):
+    with pytest.raises(ValueError, match=r"Decoder\.step got a cache that still awaits the commit"):
         step(ForgetfulModel(), ms.NgramDrafter(DRAFTS))
     with pytest.raises(ValueError, match=r"after ForgetfulDrafter.update, got a cache that still awaits the commit"):
         step(model, ForgetfulDrafter(DRAFTS, model=model))
@@ -291,21 +290,16 @@ def test_bad_requests_are_named(model, params, options, message):
 
 
 def test_a_step_deeper_than_its_state_is_refused(model, params):
-    drafter = ms.NgramDrafter(5)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=2, max_new=NEW)
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(5)), ms.Weights(params)
+    state = dataclasses.replace(decoder, num_drafts=2).init(weights, PROMPTS, max_new=NEW)
     with pytest.raises(ValueError, match="num_drafts is 5, but the state was made for at most 2"):
-        ms.speculative_decode_step(model, params, state, drafter, ms.Greedy(), 5)
+        decoder.step(weights, state)
 
 
 def test_while_loop_form_gives_the_same(model, params, plain):
-    drafter = ms.NgramDrafter(DRAFTS)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
-
-    @jax.jit
-    def some_steps(state):
-        return ms.decode_until_finished(model, params, state, drafter, ms.Greedy(), DRAFTS, max_steps=5)
-
-    state = some_steps(state)
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(DRAFTS)), ms.Weights(params)
+    some_steps = jax.jit(lambda state: decoder.until_finished(weights, state, max_steps=5))
+    state = some_steps(decoder.init(weights, PROMPTS, max_new=NEW))
     assert state.statistics.passes.max() == 5
     while state.active.any():
         state = some_steps(state)
@@ -336,11 +330,12 @@ class JudgedOnly:
 def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
     """Eight plain steps a chunk, with a look every other step."""
     drafter, policy, budgets = ms.NgramDrafter(DRAFTS), JudgedOnly(), [22, 2, 9]
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=budgets)
+    decoder, weights = ms.Decoder(model, drafter), ms.Weights(params)
+    state = decoder.init(weights, PROMPTS, max_new=budgets)
     lengths, reports = np.array(state.lengths), []
     ends = lengths + budgets
     propose = jax.jit(lambda tokens, lengths: drafter.propose(None, (), tokens, lengths, None, DRAFTS))
-    for newest, report in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 8):
+    for newest, report in decode_chunks(decoder, weights, state, policy, 8):
         state = newest
         reports.append(report)
     tokens = np.array(state.tokens)
@@ -372,16 +367,16 @@ def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
 def test_an_accelerator_gets_its_next_chunk_before_the_last_one_is_read(model, params, monkeypatch, platform, expected):
     """e: a chunk is enqueued; r: a report is read. Sixteen tokens are four chunks of four steps."""
     events = []
-    drafter, policy = resolve_drafting(None, 0)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=0, max_new=[16, 3, 5])
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(0)), ms.Weights(params)
+    state = decoder.init(weights, PROMPTS, max_new=[16, 3, 5])
 
     def record(event, function):
         return lambda *args: (events.append(event), function(*args))[1]
 
-    chunks = decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 4)
+    chunks = decode_chunks(decoder, weights, state, chunk_steps=4)
     with monkeypatch.context() as patch:
         patch.setattr(driver.jax, "default_backend", lambda: platform)
-        patch.setattr(driver, "_compiled_programs", lambda: 1)
+        patch.setattr(driver, "program_count", lambda _: 1)
         patch.setattr(driver, "_run_chunk", record("e", driver._run_chunk))
         patch.setattr(driver.jax, "device_get", record("r", jax.device_get))
         for newest, _ in chunks:

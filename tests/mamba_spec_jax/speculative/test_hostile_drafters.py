@@ -67,19 +67,21 @@ CASES = {
 }
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "method"))
+@jax.jit
+def decode(decoder, weights, state):
+    return decoder.until_finished(weights, state)
+
+
 def run(table, state, drafter, method, script):
-    return ms.decode_until_finished(MODEL, table, state, drafter, method, K, drafter_params=script)
+    return decode(ms.Decoder(MODEL, drafter, method, K), ms.Weights(table, script), state)
 
 
 @functools.cache
 def begin(drafter, temperature, limit=K):
     """Before the first step; every other row is greedy where `temperature` is not 0."""
     temperatures = np.where(np.arange(ROWS) % 2, temperature, 0.0)
-    return ms.init_decode(
-        MODEL, LOGITS, PROMPTS, drafter=drafter, max_drafts=K, max_new=NEW, draft_limit=limit, temperature=temperatures,
-        logprobs=True,
-    )  # fmt: skip
+    options = {"max_new": NEW, "draft_limit": limit, "temperature": temperatures, "logprobs": True}
+    return ms.Decoder(MODEL, drafter, num_drafts=K).init(ms.Weights(LOGITS), PROMPTS, **options)
 
 
 @functools.cache
@@ -283,8 +285,8 @@ def test_garbage_is_named(message):
             return FOLLOWED.get(message, state)
 
     def step():
-        state = ms.init_decode(MODEL, LOGITS, [[1]], drafter=Says(2), max_drafts=2)
-        return ms.speculative_decode_step(MODEL, jnp.asarray(LOGITS), state, Says(2), ms.Greedy(), 2)
+        decoder, weights = ms.Decoder(MODEL, Says(2)), ms.Weights(jnp.asarray(LOGITS))
+        return decoder.step(weights, decoder.init(weights, [[1]]))
 
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(step)

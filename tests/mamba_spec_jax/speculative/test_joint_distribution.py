@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from mamba_spec_jax.speculative import acceptance, decode
+from mamba_spec_jax.speculative import acceptance
+from mamba_spec_jax.speculative import decoder as decoding
 from mamba_spec_jax.speculative.acceptance import accept
-from mamba_spec_jax.speculative.decode import speculative_decode_step
-from mamba_spec_jax.speculative.prompts import init_decode
+from mamba_spec_jax.speculative.decoder import Decoder
 from mamba_spec_jax.speculative.sampling import Filters, Sampling, filtered_log_probs
+from mamba_spec_jax.speculative.state import Weights
 
 from .toy import ToyDrafter, ToyModel, random_tables
 
@@ -33,18 +34,18 @@ RUNS, VOCAB, K = 100_000, 5, 2
 ALPHA, MUTANT = 1e-3, 1e-9
 PROMPT = [3, 0, 2]
 LOGITS, TABLE = random_tables(seed=0, vocab=VOCAB, floor=0.05)
-MODEL, DRAFTER = ToyModel(VOCAB), ToyDrafter(TABLE, K)
+MODEL, DRAFTER, WEIGHTS = ToyModel(VOCAB), ToyDrafter(TABLE, K), Weights(LOGITS)
 
 
 def make_step(drafter=DRAFTER):
     """The real loop's step, traced anew: jit would reuse a program from before a mutation for the function itself."""
-    return jax.jit(lambda state: speculative_decode_step(MODEL, LOGITS, state, drafter, Sampling(), K))
+    return jax.jit(lambda state: Decoder(MODEL, drafter, Sampling()).step(WEIGHTS, state))
 
 
 def run_loop(step, steps=3, **requests):
     """Steps 10^5 rows; returns their first `steps` tokens and how many the first pass emitted."""
     requests = {"max_new": 20, "temperature": 1, **requests}
-    state = init_decode(MODEL, LOGITS, [PROMPT] * RUNS, drafter=DRAFTER, max_drafts=K, **requests)
+    state = Decoder(MODEL, DRAFTER).init(WEIGHTS, [PROMPT] * RUNS, **requests)
     state = step(state)
     first = np.asarray(state.new_tokens)
     for _ in range(steps - 1):
@@ -174,7 +175,7 @@ def test_a_dropped_bonus_fails(monkeypatch):
         last = jnp.where(committed, result.last_correct_step_indices, lengths - 1)
         return dataclasses.replace(result, accept_lens=lengths, last_correct_step_indices=last)
 
-    monkeypatch.setattr(decode, "accept", mutated)
+    monkeypatch.setattr(decoding, "accept", mutated)
     tokens, first = run_loop(make_step())
     exact = exact_joint(target_probs(), K)
     # A state one token ahead of its text: the tokens are wrong.

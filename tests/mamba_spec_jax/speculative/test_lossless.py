@@ -6,7 +6,8 @@ import pytest
 
 import mamba_spec_jax as ms
 from mamba_spec_jax.assets import TINY
-from mamba_spec_jax.speculative.generate import collect, decode_chunks, resolve_drafting
+from mamba_spec_jax.speculative.chunks import decode_chunks
+from mamba_spec_jax.speculative.generate import collect
 
 SNIPPETS = [
     "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef read_lines(path):\n",
@@ -85,20 +86,11 @@ def test_zero_drafts_in_the_same_compiled_step_give_the_same_bits(bundled, promp
 
     And the tokens of plain decoding through a step of its own, one token wide.
     """
-    drafter, policy = resolve_drafting(None, 7)
+    decoder, weights = ms.Decoder(bundled.model, ms.NgramDrafter(7)), ms.Weights(bundled.params)
 
     def run(limit):
-        state = ms.init_decode(
-            bundled.model,
-            bundled.params,
-            prompts,
-            drafter=drafter,
-            max_drafts=7,
-            max_new=NEW,
-            draft_limit=limit,
-            logprobs=True,
-        )
-        for newest, _ in decode_chunks(bundled.model, bundled.params, state, drafter, ms.Greedy(), None, policy, 16):
+        state = decoder.init(weights, prompts, max_new=NEW, draft_limit=limit, logprobs=True)
+        for newest, _ in decode_chunks(decoder, weights, state):
             state = newest
         return state
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from mamba_spec_jax.speculative import generate as driver
-from mamba_spec_jax.speculative import prompts as prefilling
+from mamba_spec_jax.speculative import chunks
+from mamba_spec_jax.speculative import decoder as decoding
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import generate
@@ -195,11 +195,11 @@ def completes(tokens, at, stops):
 
 def test_requests_that_differ_in_every_option_share_one_program(tokenizer, monkeypatch):
     """Greedy rows beside drawn ones, with and without each filter, stop string and end token: traced once."""
-    chunk = chex.assert_max_traces(n=1)(driver._chunk)
-    counted = jax.jit(chunk, static_argnums=(0, 3, 4, 5, 7, 8), donate_argnums=2)
-    monkeypatch.setattr(driver, "_run_chunk", counted)
-    prefill = chex.assert_max_traces(n=1)(prefilling._prefill_chunk)
-    monkeypatch.setattr(prefilling, "_prefill", jax.jit(prefill, static_argnums=(0, 6), donate_argnums=(3, 8)))
+    chunk = chex.assert_max_traces(n=1)(chunks._chunk)
+    counted = jax.jit(chunk, static_argnums=(3, 4), donate_argnums=2)
+    monkeypatch.setattr(chunks, "_run_chunk", counted)
+    prefill = chex.assert_max_traces(n=1)(decoding.Decoder.prefill)
+    monkeypatch.setattr(decoding, "_prefill", jax.jit(prefill, donate_argnums=2))
     rng = np.random.default_rng(0)
     seen = set()
     for request in range(20):

@@ -19,9 +19,9 @@ import pytest
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.speculative import tree_acceptance
 from mamba_spec_jax.speculative.acceptance import accept
-from mamba_spec_jax.speculative.decode import speculative_decode_step
-from mamba_spec_jax.speculative.prompts import init_decode
+from mamba_spec_jax.speculative.decoder import Decoder
 from mamba_spec_jax.speculative.sampling import Sampling
+from mamba_spec_jax.speculative.state import Weights
 from mamba_spec_jax.speculative.tree import TreeTopology
 
 from .test_joint_distribution import (
@@ -45,10 +45,10 @@ DRAFTER = ToyTreeDrafter(TABLE, TreeTopology.from_branching([2] * DEPTH))
 
 def run_loop(drafter=DRAFTER, **requests):
     """The first tokens of RUNS rows after some steps, and how many of them the first pass emitted."""
-    K = drafter.max_drafts
-    step = jax.jit(lambda state: speculative_decode_step(MODEL, LOGITS, state, drafter, Sampling(), K))
+    decoder, weights = Decoder(MODEL, drafter, Sampling()), Weights(LOGITS)
+    step = jax.jit(lambda state: decoder.step(weights, state))
     requests = {"max_new": 8, "seeds": SEEDS, "temperature": 1, **requests}
-    state = init_decode(MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=K, **requests)
+    state = decoder.init(weights, [PROMPT] * RUNS, **requests)
     state = step(state)
     first = np.asarray(state.new_tokens)
     for _ in range(STEPS - 1):
