@@ -15,6 +15,7 @@ from mamba_spec_jax.attention.short_conv import ShortConv, ShortConvInputs, Shor
 from mamba_spec_jax.cache.pools import HybridCache, KVCache, MambaPool, PoolSpec, RingSpec
 from mamba_spec_jax.cache.records import Draft, ModelOutput, RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.slots import SlotAllocator, reset_slots, tracking_steps
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.layers.rotary_scaling import RotaryScaling
 from mamba_spec_jax.layers.routing import SigmoidRouting
 from mamba_spec_jax.models.config import BranchMultipliers, HybridConfig, LatentDims, SharedBlocks
@@ -160,6 +161,7 @@ __all__ = [
     "StreamEvent",
     "TextGeneration",
     "TokenChoice",
+    "Tree",
     "TreeTopology",
     "VerifyRecord",
     "Weights",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Parents, Rows, Tokens, require_array
 from mamba_spec_jax.cache.pools import HybridCache
-from mamba_spec_jax.cache.tree import check_parents
+from mamba_spec_jax.cache.tree import Tree, check_parents
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode
 from pallas_kernels.tree import earlier_parents
 
@@ -95,7 +95,7 @@ class VerifyRecord:
             pool's ring: by name, an array of each layer's weights that it takes to fold them.
         conv_inputs: `[L, B, T, C]` raw convolution inputs.
         spec: who made it (static).
-        parents: `[B, T]` of the verified tree, None for a chain.
+        tree: what was verified, None for a chain.
         layers: what has been filled in so far (static): the id of a layer and which of its two kinds of inputs came.
     """
 
@@ -105,8 +105,16 @@ class VerifyRecord:
     recurrent: Any
     conv_inputs: Float[jax.Array, "L B T C"]
     spec: RecordSpec = flax.struct.field(pytree_node=False)
-    parents: Parents | None = None
+    tree: Tree | None = None
     layers: tuple[tuple[int, str], ...] = flax.struct.field(pytree_node=False, default=())
+
+    def path_to(self, nodes: Rows) -> tuple[Tokens, Rows]:
+        """`[B, T]` nodes from the root to `nodes[b]`, then -1 on a tree and any node on a chain; and their number."""
+        if self.tree is None:
+            T = self.conv_inputs.shape[2]
+            return jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (nodes.size, T)), nodes + 1
+        path = self.tree.path_to(nodes)
+        return path, jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
 
 
 @flax.struct.dataclass

@@ -11,7 +11,6 @@ import numpy as np
 from mamba_spec_jax.array_types import Array, RowFlags, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft, ModelOutput
-from mamba_spec_jax.cache.tree import depths
 from mamba_spec_jax.modes import ForwardMode
 from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
 from mamba_spec_jax.speculative.drafts import propose, require_fitting, to_draft, update_drafter
@@ -173,14 +172,16 @@ class Decoder:
         )
 
         output = model.verify(weights.target, draft, state.cache)
-        if output.record is None:
-            raise ValueError(f"{type(model).__name__}.verify returned no record, expected what its commit needs")
-        columns = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
-        depth = columns if draft.parents is None else depths(draft.parents)
+        if output.record is None or (output.record.tree is None) is not (draft.parents is None):
+            what = "no record" if output.record is None else "a record without the draft's tree"
+            raise ValueError(f"{type(model).__name__}.verify returned {what}, expected what its commit needs")
+        tree = output.record.tree
+        depth = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None] if tree is None else tree.depths
         result = accept(
             self.method,
             output.logits,
             draft,
+            tree=tree,
             seeds=requests.seeds,
             positions=state.lengths[:, None] + depth,
             temperature=requests.temperature,

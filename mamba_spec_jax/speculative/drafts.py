@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mamba_spec_jax.array_types import Rows, Tokens, require_array
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft
-from mamba_spec_jax.cache.tree import check_parents, depths
+from mamba_spec_jax.cache.tree import Tree, check_parents
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import TokenChoice
 
@@ -101,7 +101,7 @@ def to_draft(
     draft = Draft(tokens, lengths, slots, proposal.probs, proposal.parents).within(vocab_size)
     parents, most = draft.parents, jnp.minimum(depth_limit, node_limit)
     if parents is not None:  # a node too deep to be accepted is cut off
-        parents = jnp.where(depths(parents) <= depth_limit[:, None], parents, -1)
+        parents = jnp.where(Tree.create(parents).depths <= depth_limit[:, None], parents, -1)
         most = jnp.where(depth_limit > 0, node_limit, 0)
     lengths = jnp.where(slots >= 0, jnp.clip(draft.lengths, 0, jnp.maximum(most, 0)), 0)
     return dataclasses.replace(draft, lengths=lengths, parents=parents)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Int32, Parents, Rows, Tokens
 from mamba_spec_jax.cache.records import Draft
-from mamba_spec_jax.cache.tree import depths
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.speculative.decoder import Decoder
 from mamba_spec_jax.speculative.state import DecodeState, Weights
 from mamba_spec_jax.speculative.tree_acceptance import walk_tree
@@ -47,12 +47,12 @@ def judge(probes: Probe, state: DecodeState) -> Int32[Array, "J B"]:
 def _judge_one(probe: Probe, state: DecodeState) -> Rows:
     decoded = state.lengths - probe.starts
     if probe.parents is not None:
-        depth = depths(probe.parents)
-        targets = text_at(state, probe.starts[:, None] + depth)
+        tree = Tree.create(probe.parents)
+        targets = text_at(state, probe.starts[:, None] + tree.depths)
         tokens = jnp.pad(probe.tokens, ((0, 0), (1, 0)))
         draft = Draft(tokens, probe.counts, state.requests.slots, parents=probe.parents)
-        node, _ = walk_tree(draft, targets)
-        reached = jnp.take_along_axis(depth, node[:, None], axis=1)[:, 0]
+        node, _ = walk_tree(draft, targets, tree)
+        reached = jnp.take_along_axis(tree.depths, node[:, None], axis=1)[:, 0]
         return jnp.where(probe.counts < 0, -1, jnp.minimum(reached, decoded))
     columns = jnp.arange(probe.tokens.shape[1], dtype=jnp.int32)[None]
     following = text_at(state, probe.starts[:, None] + columns)

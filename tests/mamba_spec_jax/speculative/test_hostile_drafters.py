@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mamba_spec_jax as ms
 from mamba_spec_jax import assets
-from mamba_spec_jax.cache.tree import depths
+from mamba_spec_jax.cache.tree import Tree
 
 from .toy import ToyModel
 
@@ -111,7 +111,7 @@ def hostile_script(rng, text, share):
     shape = script["tokens"].shape
     parents = rng.integers(-1, K + 1, (ROWS, NEW, K + 1)).astype(np.int32)
     parents = np.where(rng.random(parents.shape) < 0.6, script["parents"], parents)
-    tree = np.asarray(depths(parents.reshape(-1, K + 1))).reshape(parents.shape)[..., 1:]
+    tree = np.asarray(Tree.create(parents.reshape(-1, K + 1)).depths).reshape(parents.shape)[..., 1:]
     at = np.clip(np.arange(2, 2 + NEW)[:, None] + tree - 1, 0, text.shape[1] - 1)
     right = np.where(rng.random((ROWS, NEW, 1)) < 0.5, script["tokens"], text[np.arange(ROWS)[:, None, None], at])
     tokens = np.where(rng.random(shape) < 0.3, rng.integers(0, V, shape), right)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mamba_spec_jax as ms
-from mamba_spec_jax.cache.tree import depths
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.speculative.hindsight import Probe, judge
 from mamba_spec_jax.speculative.tree import TreeTopology
 
@@ -45,7 +45,7 @@ class ScriptedTrees:
         foreseen, parents, wrong = (jnp.asarray(leaf) for leaf in state)
         rows = jnp.arange(lengths.shape[0])
         tree, offset = parents[rows, lengths % TREES], wrong[rows, lengths % TREES]
-        at = jnp.minimum(lengths[:, None] - 1 + depths(tree), foreseen.shape[1] - 1)
+        at = jnp.minimum(lengths[:, None] - 1 + Tree.create(tree).depths, foreseen.shape[1] - 1)
         drafts = (jnp.take_along_axis(foreseen, at, axis=1) + offset) % DENSE.vocab_size
         count = jnp.full(lengths.shape, num_drafts, jnp.int32)
         return ms.Proposal(drafts[:, 1:], count, state, parents=tree)

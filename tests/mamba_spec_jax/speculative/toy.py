@@ -8,7 +8,7 @@ import numpy as np
 
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
-from mamba_spec_jax.cache.tree import path_to
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode
 from mamba_spec_jax.speculative.protocol import ModelOutput, Proposal
 from mamba_spec_jax.speculative.sampling import Purpose, draw_keys, draw_tokens
@@ -29,9 +29,7 @@ class ToyBackend:
         if record.spec != self.record_spec:
             raise ValueError(f"this record was made by {record.spec}, but the commit belongs to {self.record_spec}")
         steps = last_correct_step_indices
-        counts = steps + 1
-        if record.parents is not None:
-            counts = jnp.sum(path_to(record.parents, steps, record.parents.shape[1]) >= 0, axis=1)
+        _, counts = record.path_to(steps)
         kept = (steps >= 0) & (steps < record.num_tokens)
         slots = jnp.where(kept, slot_index(record.slots, cache.slots), cache.slots)
         states = record.recurrent[:, jnp.arange(steps.shape[0]), jnp.maximum(steps, 0)]
@@ -93,7 +91,7 @@ class ToyModel:
             recurrent=states,
             conv_inputs=jnp.zeros((1, *draft.tokens.shape, 1)),
             spec=self.backend.record_spec,
-            parents=draft.parents,
+            tree=None if draft.parents is None else Tree.create(draft.parents),
         )
         cache = dataclasses.replace(cache, awaiting_commit=True)
         return ModelOutput(params[previous, draft.tokens], cache, record)
