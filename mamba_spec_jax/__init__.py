@@ -13,7 +13,7 @@ from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs, Mamba2Weights
 from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.attention.short_conv import ShortConv, ShortConvInputs, ShortConvWeights
 from mamba_spec_jax.cache.pools import HybridCache, KVCache, MambaPool, PoolSpec, RingSpec
-from mamba_spec_jax.cache.records import Draft, ModelOutput, RecordSpec, VerifyRecord
+from mamba_spec_jax.cache.records import CommitBackend, Draft, ModelOutput, RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.slots import SlotAllocator, reset_slots, tracking_steps
 from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.layers.rotary_scaling import RotaryScaling
@@ -38,7 +38,6 @@ from mamba_spec_jax.speculative.generate import Generation, generate
 from mamba_spec_jax.speculative.protocol import (
     AutoregressiveHead,
     BlockHead,
-    CommitBackend,
     Drafter,
     Progress,
     Proposal,

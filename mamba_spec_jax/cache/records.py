@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import jax
@@ -115,6 +115,24 @@ class VerifyRecord:
             return jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (nodes.size, T)), nodes + 1
         path = self.tree.path_to(nodes)
         return path, jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
+
+
+class CommitBackend(Protocol):
+    """The owner of the post-verify commit."""
+
+    def update_mamba_state_after_mtp_verify(
+        self,
+        cache: HybridCache,
+        record: VerifyRecord,
+        last_correct_step_indices: Rows,
+        mamba_track_indices: Rows | None = None,
+        mamba_steps_to_track: Rows | None = None,
+    ) -> HybridCache:
+        """Brings every row's slot to its accepted path; see `HybridLinearAttnBackend`, whose arguments they are.
+
+        A backend may have further options, by keyword and with a default.
+        """
+        ...
 
 
 @flax.struct.dataclass

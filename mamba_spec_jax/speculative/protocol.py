@@ -6,22 +6,9 @@ import flax.struct
 
 from mamba_spec_jax.array_types import Array, Hidden, Logits, Parents, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
-from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
+from mamba_spec_jax.cache.records import CommitBackend, Draft, ModelOutput
 from mamba_spec_jax.modes import DTypePolicy, ForwardMode
 from mamba_spec_jax.speculative.sampling import TokenChoice
-
-
-class CommitBackend(Protocol):
-    """The owner of the post-verify commit."""
-
-    def update_mamba_state_after_mtp_verify(
-        self,
-        cache: HybridCache,
-        record: VerifyRecord,
-        last_correct_step_indices: Rows,
-        mamba_track_indices: Rows | None = None,
-        mamba_steps_to_track: Rows | None = None,
-    ) -> HybridCache: ...
 
 
 class SpeculativeModel(Protocol):
