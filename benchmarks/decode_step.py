@@ -74,7 +74,7 @@ class StepBench:
         rows = state.requests.slots
         draft = ms.Draft(
             tokens=jnp.broadcast_to(state.tokens[:, :1], (rows.size, width)),
-            lengths=jnp.full_like(rows, width - 1),
+            counts=jnp.full_like(rows, width - 1),
             slots=rows,
         )
         output = jax.jit(model.verify)(self._params, draft, state.cache)

@@ -259,4 +259,4 @@ def _indices(name: str, value: Rows, rows: tuple[int, ...]) -> Rows:
 
 def _real_nodes(record: VerifyRecord, held: Rows, nodes: Rows) -> Rows:
     """The nodes that have a real token, else -1; -1 too in rows whose slot has been committed since."""
-    return jnp.where((nodes < record.num_tokens) & (held == record.lengths), jnp.maximum(nodes, -1), -1)
+    return jnp.where((nodes < record.num_tokens) & (held == record.held), jnp.maximum(nodes, -1), -1)

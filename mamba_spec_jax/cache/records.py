@@ -21,7 +21,7 @@ class Draft:
 
     Attributes:
         tokens: `[B, T]`; column 0 is the root, the row's last emitted token, not yet in the cache.
-        lengths: `[B]` drafted tokens of each row, 0..T-1, the root not counted; columns past them are ignored. Numbers
+        counts: `[B]` drafted tokens of each row, 0..T-1, the root not counted; columns past them are ignored. Numbers
             out of that range count as the nearest in it.
         slots: `[B]` cache slot of each row, -1 for a padding row.
         probs: `[B, T-1, V]` the distribution each draft was drawn from, or None if drafts were chosen outright. On a
@@ -31,7 +31,7 @@ class Draft:
     """
 
     tokens: Tokens
-    lengths: Rows
+    counts: Rows
     slots: Rows
     probs: Float[jax.Array, "B K V"] | None = None
     parents: Parents | None = None
@@ -39,25 +39,25 @@ class Draft:
     @property
     def num_tokens(self) -> Rows:
         """`[B]` tokens the verify pass reads in each row, root included; 0 for padding rows."""
-        return jnp.where(self.slots >= 0, jnp.clip(self.lengths, 0, self.tokens.shape[1] - 1) + 1, 0)
+        return jnp.where(self.slots >= 0, jnp.clip(self.counts, 0, self.tokens.shape[1] - 1) + 1, 0)
 
     def within(self, vocab_size: int) -> "Draft":
         """The draft without whatever a model of `vocab_size` tokens cannot read, which no acceptance could emit.
 
         A chain ends before its first token outside the vocabulary; in a tree, such a node and all that hangs on it
-        are cut off. Lengths are brought to 0..T-1, and a parent that is not an earlier node becomes -1. The root is
+        are cut off. Counts are brought to 0..T-1, and a parent that is not an earlier node becomes -1. The root is
         left as it is: it is the text's last token, not a draft.
         """
         tokens = jnp.asarray(self.tokens, jnp.int32)
         exists = ((tokens >= 0) & (tokens < vocab_size)).at[:, 0].set(True)
-        lengths = jnp.clip(self.lengths, 0, tokens.shape[1] - 1).astype(jnp.int32)
+        counts = jnp.clip(self.counts, 0, tokens.shape[1] - 1).astype(jnp.int32)
         parents = self.parents
         if parents is None:
             leading = jnp.sum(jnp.cumprod(exists[:, 1:], axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-            lengths = jnp.minimum(lengths, leading)
+            counts = jnp.minimum(counts, leading)
         else:
             parents = jnp.where(exists, earlier_parents(parents), -1)
-        return dataclasses.replace(self, tokens=jnp.where(exists, tokens, 0), lengths=lengths, parents=parents)
+        return dataclasses.replace(self, tokens=jnp.where(exists, tokens, 0), counts=counts, parents=parents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class VerifyRecord:
     Attributes:
         slots: `[B]` cache slot of each row, -1 for padding.
         num_tokens: `[B]` tokens that were real in each row; later nodes cannot be committed.
-        lengths: `[B]` tokens that each row's slot held before the pass; the commit leaves a slot that holds another
+        held: `[B]` tokens that each row's slot held before the pass; the commit leaves a slot that holds another
             number alone, since the record is then not of its last pass.
         recurrent: what the strategy keeps. SNAPSHOT: `[L, B, T, H, P, N]` states. REPLAY, which has the inputs in the
             pool's ring: by name, an array of each layer's weights that it takes to fold them.
@@ -101,7 +101,7 @@ class VerifyRecord:
 
     slots: Rows
     num_tokens: Rows
-    lengths: Rows
+    held: Rows
     recurrent: Any
     conv_inputs: Float[jax.Array, "L B T C"]
     spec: RecordSpec = flax.struct.field(pytree_node=False)
@@ -158,7 +158,7 @@ def require_draft(caller: str, draft: Any) -> None:
         raise ValueError(f"{caller} got a draft of type {type(draft).__name__}, expected a Draft")
     require_array(f"{caller} got draft.tokens", draft.tokens, ("B", "T"))
     batch, nodes = draft.tokens.shape
-    require_array(f"{caller} got draft.lengths", draft.lengths, (batch,))
+    require_array(f"{caller} got draft.counts", draft.counts, (batch,))
     require_array(f"{caller} got draft.slots", draft.slots, (batch,))
     if draft.probs is not None:
         require_array(f"{caller} got draft.probs", draft.probs, (batch, nodes - 1, "V"), "float32")

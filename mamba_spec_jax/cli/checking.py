@@ -61,7 +61,7 @@ class ScriptedDrafter:
         scripted = jnp.take_along_axis(params.tokens, jnp.clip(columns, 0, last), axis=1)
         return Proposal(
             tokens=jnp.where(params.followed, scripted, found.tokens),
-            lengths=jnp.where(params.followed, num_drafts, found.lengths),
+            counts=jnp.where(params.followed, num_drafts, found.counts),
             state=state,
         )
 

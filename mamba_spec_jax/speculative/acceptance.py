@@ -210,7 +210,7 @@ def _reject(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) -> tup
 
 
 def _proposed(draft: Draft) -> Bool[Array, "B K"]:
-    return jnp.arange(draft.tokens.shape[1] - 1, dtype=jnp.int32)[None] < draft.lengths[:, None]
+    return jnp.arange(draft.tokens.shape[1] - 1, dtype=jnp.int32)[None] < draft.counts[:, None]
 
 
 def _leading(flags: Bool[Array, "B K"]) -> Rows:

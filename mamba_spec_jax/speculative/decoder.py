@@ -257,9 +257,9 @@ def _append(buffer: Array, lengths: Rows, window: Array, counts: Rows) -> Array:
 
 def _count(statistics: Statistics, draft: Draft, accept_lens: Rows, active: RowFlags) -> Statistics:
     lengths = jnp.arange(1, statistics.histogram.shape[1] + 1, dtype=jnp.int32)[None]
-    drafted = draft.lengths
+    drafted = draft.counts
     if draft.parents is not None:
-        real = jnp.arange(draft.parents.shape[1], dtype=jnp.int32)[None] <= draft.lengths[:, None]
+        real = jnp.arange(draft.parents.shape[1], dtype=jnp.int32)[None] <= draft.counts[:, None]
         drafted = jnp.sum(real & (draft.parents >= 0), axis=1, dtype=jnp.int32)
     return Statistics(
         passes=statistics.passes + active.astype(jnp.int32),

@@ -32,7 +32,7 @@ class Probe:
 def probe(decoder: Decoder, weights: Weights, state: DecodeState) -> Probe:
     """What the drafter proposes now; its state is left as it was."""
     proposal = decoder.propose(weights, state)
-    counts = jnp.where(state.active, proposal.lengths, -1)
+    counts = jnp.where(state.active, proposal.counts, -1)
     return Probe(proposal.tokens, proposal.parents, counts, state.lengths)
 
 

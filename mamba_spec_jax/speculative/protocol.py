@@ -164,8 +164,8 @@ class Proposal:
     """What a drafter suggests.
 
     Attributes:
-        tokens: `[B, K]`; columns at or past the row's length are ignored.
-        lengths: `[B]` 0..K.
+        tokens: `[B, K]`; columns at or past the row's count are ignored.
+        counts: `[B]` 0..K.
         probs: `[B, K, V]` float32 the distribution each token was drawn from, None if it was chosen outright. Noise of
             the draws is independent of the target's: from `draw_keys` with `Purpose.DRAFT`, not from a `TokenChoice`.
             Siblings of a tree have that of their parent, from which they were drawn without replacement.
@@ -175,7 +175,7 @@ class Proposal:
     """
 
     tokens: Tokens
-    lengths: Rows
+    counts: Rows
     state: Any
     probs: Logits | None = None
     parents: Parents | None = None

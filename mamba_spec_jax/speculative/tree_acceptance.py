@@ -91,7 +91,7 @@ def reject_tree(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) ->
 def _candidates(draft: Draft, parents: Parents) -> Bool[Array, "B T"]:
     """The nodes that may be accepted: drafted, and the first of their siblings with their token."""
     nodes = jnp.arange(parents.shape[1], dtype=jnp.int32)
-    usable = (nodes[None] <= draft.lengths[:, None]) & (parents >= 0)
+    usable = (nodes[None] <= draft.counts[:, None]) & (parents >= 0)
     earlier = (nodes[:, None] > nodes[None])[None]
     siblings = (parents[:, :, None] == parents[:, None]) & earlier  # [B, T, T]
     repeated = siblings & (draft.tokens[:, :, None] == draft.tokens[:, None]) & usable[:, None]

@@ -108,7 +108,7 @@ def test_what_is_pending_is_the_record_of_one_window(model, params):
     def both(params, before):
         proposal = drafter.propose(params, before, state.tokens, state.lengths, choose, K)
         root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-        draft = Draft(jnp.concatenate([root, proposal.tokens], axis=1), proposal.lengths, jnp.arange(len(PROMPTS)))
+        draft = Draft(jnp.concatenate([root, proposal.tokens], axis=1), proposal.counts, jnp.arange(len(PROMPTS)))
         return proposal, model.verify(params, draft, before.cache)
 
     proposal, output = both(params, state.drafter)

@@ -60,7 +60,7 @@ class Canned:
         B = len(self.lengths)
         return ms.Proposal(
             tokens=jnp.full((B, num_drafts), self.token, jnp.int32),
-            lengths=jnp.asarray(self.lengths, jnp.int32),
+            counts=jnp.asarray(self.lengths, jnp.int32),
             state=(params, state, choose.method),
             probs=None if self.probs is None else jnp.full((B, num_drafts, 5), self.probs, jnp.float32),
             parents=TREE if self.tree else None,
@@ -83,11 +83,11 @@ def propose(first, second, params=None):
 def test_rows_without_a_proposal_take_the_others():
     proposal = propose(Canned(1, (2, 0)), Canned(2, (3, 1)), ("one", "two"))
     assert proposal.tokens.tolist() == [[1] * K, [2] * K]
-    assert proposal.lengths.tolist() == [2, 1]
+    assert proposal.counts.tolist() == [2, 1]
     assert proposal.parents is None
     assert proposal.probs is None
     assert proposal.state == (("one", "state of 1", ms.Sampling()), ("two", "state of 2", ms.Sampling()))
-    assert propose(Canned(1, (0, 0)), Canned(2, (0, 3))).lengths.tolist() == [0, 3]
+    assert propose(Canned(1, (0, 0)), Canned(2, (0, 3))).counts.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(

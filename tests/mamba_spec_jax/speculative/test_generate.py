@@ -347,7 +347,7 @@ def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
             at = lengths[row] + 2 * look
             if at < ends[row]:
                 proposal = propose(tokens[row : row + 1], np.asarray([at], np.int32))
-                count = min(int(proposal.lengths[0]), int(report.lengths[row] - at))
+                count = min(int(proposal.counts[0]), int(report.lengths[row] - at))
                 wrong = np.flatnonzero(proposal.tokens[0, :count] != tokens[row, at : at + count])
                 expected[look, row] = wrong[0] if wrong.size else count
                 judged.append(expected[look, row])

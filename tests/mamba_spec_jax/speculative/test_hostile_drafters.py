@@ -50,7 +50,7 @@ class Hostile:
         own = choose(jnp.zeros((lengths.size, num_drafts, V + 3)).at[..., V + 1].set(9) + state, positions)
         return ms.Proposal(
             tokens=jnp.where(said["own"][:, None], own, said["tokens"]),
-            lengths=said["lengths"],
+            counts=said["counts"],
             state=state,
             probs=said["probs"] if self.with_probs else None,
             parents=said["parents"] if self.proposes_trees else None,
@@ -98,7 +98,7 @@ def right_script(text):
     parents = np.tile(np.array([*range(-1, K - 1), 0], np.int32), (ROWS, NEW, 1))
     return {
         "tokens": text[:, at],
-        "lengths": np.full((ROWS, NEW), K, np.int32),
+        "counts": np.full((ROWS, NEW), K, np.int32),
         "probs": np.full((ROWS, NEW, K, V), 1 / V, np.float32),
         "parents": parents,
         "own": np.zeros((ROWS, NEW), bool),
@@ -126,7 +126,7 @@ def hostile_script(rng, text, share):
     probs = np.where(whole < 0.1, 0, np.where(whole < 0.2, np.nan, np.where(whole < 0.3, 1.0, probs)))
     return script | {
         "tokens": strange(tokens),
-        "lengths": strange(rng.integers(-2, K + 3, (ROWS, NEW))),
+        "counts": strange(rng.integers(-2, K + 3, (ROWS, NEW))),
         "probs": probs.astype(np.float32),
         "parents": strange(parents),
         "own": rng.random((ROWS, NEW)) < 0.1,
@@ -258,8 +258,8 @@ SAID = {
     "Says.propose returned tokens of type list, expected int32[1, 2]": GOOD.replace(tokens=[[0, 0]]),
     "Says.propose returned tokens float32[1, 2], expected int32[1, 2]": GOOD.replace(tokens=jnp.zeros((1, 2))),
     "Says.propose returned tokens int32[2], expected int32[1, 2]": GOOD.replace(tokens=Z[0]),
-    "Says.propose returned lengths of type NoneType, expected int32[1]": GOOD.replace(lengths=None),
-    "Says.propose returned lengths float32[1], expected int32[1]": GOOD.replace(lengths=jnp.zeros(1)),
+    "Says.propose returned counts of type NoneType, expected int32[1]": GOOD.replace(counts=None),
+    "Says.propose returned counts float32[1], expected int32[1]": GOOD.replace(counts=jnp.zeros(1)),
     "Says.propose returned probs of type list, expected float32[1, 2, 5]": GOOD.replace(probs=[0.5]),
     "Says.propose returned probs float32[1, 2, 6], expected float32[1, 2, 5]": GOOD.replace(probs=jnp.zeros((1, 2, 6))),
     "Says.propose returned parents, but its proposes_trees is False": GOOD.replace(parents=Z),

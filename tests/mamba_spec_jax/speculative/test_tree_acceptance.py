@@ -87,7 +87,7 @@ def test_greedy_walk(data):
     draft = data.draw(drafts_for(best))
     logits = 5 * np.eye(V)[best]
     result = run(logits, draft)
-    check_walk(result, draft.parents, draft.tokens, draft.lengths, best, draft.slots, logits)
+    check_walk(result, draft.parents, draft.tokens, draft.counts, best, draft.slots, logits)
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def test_coupled_walk(data):
     tokens = np.where(data.draw(st.booleans()), right, draft.tokens).astype(np.int32)
     draft = dataclasses.replace(draft, tokens=tokens)
     result = run(noisy_logits(), draft, Sampling(), top_k=4)
-    check_walk(result, parents, tokens, draft.lengths, targets, draft.slots, noisy_logits())
+    check_walk(result, parents, tokens, draft.counts, targets, draft.slots, noisy_logits())
 
 
 @pytest.mark.parametrize("method", [Greedy(), Sampling()])

@@ -125,7 +125,7 @@ def three_children():
     nodes = np.zeros((RUNS, 4), np.int32)
     draft = Draft(
         tokens=np.concatenate([nodes[:, :1], children], axis=1).astype(np.int32),
-        lengths=nodes[:, 0] + 3,
+        counts=nodes[:, 0] + 3,
         slots=nodes[:, 0],
         probs=np.broadcast_to(Q, (RUNS, 3, VOCAB)).astype(np.float32),
         parents=TreeTopology.from_branching([3]).rows(RUNS),

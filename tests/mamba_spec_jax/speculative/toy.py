@@ -87,7 +87,7 @@ class ToyModel:
         record = VerifyRecord(
             slots=draft.slots,
             num_tokens=draft.num_tokens,
-            lengths=gather_lengths(cache, draft.slots),
+            held=gather_lengths(cache, draft.slots),
             recurrent=states,
             conv_inputs=jnp.zeros((1, *draft.tokens.shape, 1)),
             spec=self.backend.record_spec,
@@ -132,7 +132,7 @@ class ToyDrafter:
             probs.append(q)
         return Proposal(
             tokens=jnp.stack(drafts, axis=1),
-            lengths=jnp.full(last.shape, num_drafts, jnp.int32),
+            counts=jnp.full(last.shape, num_drafts, jnp.int32),
             state=state,
             probs=None if self.point_mass else jnp.stack(probs, axis=1),
         )
@@ -178,7 +178,7 @@ class ToyTreeDrafter:
         drafted = range(1, num_drafts + 1)
         return Proposal(
             tokens=jnp.stack([nodes[node] for node in drafted], axis=1),
-            lengths=jnp.full(lengths.shape, num_drafts, jnp.int32),
+            counts=jnp.full(lengths.shape, num_drafts, jnp.int32),
             state=state,
             probs=None if self.point_mass else jnp.stack([probs[node] for node in drafted], axis=1),
             parents=self.topology.rows(lengths.shape[0]),
