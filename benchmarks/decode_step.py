@@ -61,7 +61,7 @@ class StepBench:
         prompts = [tokenizer.encode(text).ids for text in demo_prompts(PromptKind.FREE, batch)]
         self._model, self._params = loaded.model, loaded.params
         self._decoder = ms.Decoder(loaded.model, ms.NgramDrafter(max_width - 1))
-        self._state = self._decoder.init(ms.Weights(loaded.params), prompts, max_new=64, draft_limit=0)
+        self._state = self._decoder.init(ms.Weights(loaded.params), prompts, max_new=64, depth_limit=0)
 
     def step(self, width: int) -> Prepare:
         """Whole steps."""

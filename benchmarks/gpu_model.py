@@ -53,10 +53,10 @@ def lossless(quick: bool) -> Results:
     new = 8 if quick else 128
     with jax.default_matmul_precision("highest"):
         config, params, weights = _load(ms.DTypePolicy.float32())
-        plain = ms.generate(ms.HybridModel.create(config), params, _prompts(4), depth=0, max_new=new).tokens
+        plain = ms.generate(ms.HybridModel.create(config), params, _prompts(4), num_drafts=0, max_new=new).tokens
         for mode, strategy in FORMS[:1] if quick else FORMS:
             model = ms.HybridModel.create(config, speculative_mode=mode, strategy=strategy)
-            generation = ms.generate(model, params, _prompts(4), depth=DRAFTS, max_new=new)
+            generation = ms.generate(model, params, _prompts(4), num_drafts=DRAFTS, max_new=new)
             differences = _differences(model, params, generation.tokens, plain)
             yield {
                 "form": f"{mode.value}, {strategy.value}",
@@ -90,19 +90,19 @@ def speed(quick: bool) -> Results:
     model = ms.HybridModel.create(config, ms.DTypePolicy.bfloat16() if gpu else None)
     for batch in (1,) if quick else (1, 8):
         cases = {
-            depth: lambda depth=depth, batch=batch: (
+            drafts: lambda drafts=drafts, batch=batch: (
                 lambda: np.asarray(
-                    ms.generate(model, params, _prompts(batch), depth=depth, max_new=new).statistics.passes
+                    ms.generate(model, params, _prompts(batch), num_drafts=drafts, max_new=new).statistics.passes
                 )
             )
-            for depth in ((0, DRAFTS) if quick else (0, DRAFTS, 8, "auto"))
+            for drafts in ((0, DRAFTS) if quick else (0, DRAFTS, 8, "auto"))
         }
         samples = measure(cases, rounds)
         yield {
             "batch": batch,
             "weights": weights,
             "plain_tokens_per_second": rounded(batch * new / samples.median(0)),
-            "speedup": {str(depth): rounded(samples.ratio(0, depth)) for depth in cases if depth != 0},
+            "speedup": {str(drafts): rounded(samples.ratio(0, drafts)) for drafts in cases if drafts != 0},
         }
         steps = {f"T = {drafts + 1}": _steps(model, params, batch, drafts) for drafts in widths}
         samples = measure(steps, rounds)
@@ -128,7 +128,7 @@ def _prompts(rows: int) -> list[list[int]]:
 
 def _final_state(model: ms.HybridModel, params: Any, limit: int, new: int) -> ms.DecodeState:
     decoder, weights = ms.Decoder(model, ms.NgramDrafter(DRAFTS)), ms.Weights(params)
-    state = decoder.init(weights, _prompts(4), max_new=new, draft_limit=limit, logprobs=True)
+    state = decoder.init(weights, _prompts(4), max_new=new, depth_limit=limit, logprobs=True)
     for newest, _ in decode_chunks(decoder, weights, state):
         state = newest
     return state
@@ -154,6 +154,6 @@ def _differences(model: ms.HybridModel, params: Any, tokens: list[list[int]], pl
 def _steps(model: ms.HybridModel, params: Any, batch: int, drafts: int):
     """Sixteen steps of one width; rows draft nothing, so that only the width differs."""
     decoder, weights = ms.Decoder(model, ms.NgramDrafter(16)), ms.Weights(params)
-    state = decoder.init(weights, _prompts(batch), max_new=64, draft_limit=0)
+    state = decoder.init(weights, _prompts(batch), max_new=64, depth_limit=0)
     steps = jax.jit(dataclasses.replace(decoder, num_drafts=drafts).steps, static_argnames="num_steps")
     return lambda: lambda: steps(weights, state, num_steps=16)

@@ -26,7 +26,7 @@ from mamba_spec_jax.models.strategy import StrategyChoice, choose_strategy
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, ReplayRing, SpeculativeMode
 from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
 from mamba_spec_jax.speculative.decoder import Decoder
-from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
+from mamba_spec_jax.speculative.draft_policy import AutoDrafts, ChunkCosts, DraftPolicy, FixedDrafts
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
 from mamba_spec_jax.speculative.drafters.draft_model import DraftModel, DraftModelDrafter, DraftModelState
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter, EagleState
@@ -72,7 +72,7 @@ __all__ = [
     "AcceptResult",
     "AttentionBackend",
     "AttentionInputs",
-    "AutoDepth",
+    "AutoDrafts",
     "AutoregressiveHead",
     "BlockHead",
     "BranchMultipliers",
@@ -84,19 +84,19 @@ __all__ = [
     "DTypePolicy",
     "DecodeState",
     "Decoder",
-    "DepthPolicy",
     "Device",
     "Draft",
     "DraftModel",
     "DraftModelDrafter",
     "DraftModelState",
+    "DraftPolicy",
     "Drafter",
     "EagleDrafter",
     "EagleState",
     "EagleTreeDrafter",
     "FallbackDrafter",
     "Filters",
-    "FixedDepth",
+    "FixedDrafts",
     "ForwardBatch",
     "ForwardMode",
     "FullAttention",

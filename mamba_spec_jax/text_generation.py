@@ -83,7 +83,7 @@ class LoadedModel:
             ignore_eos: do not stop at the checkpoint's own end tokens.
             drafter: prompt lookup by default; from `load_drafter`, or a drafter without weights.
             progress: show progress bars on stderr; None shows them if that is a terminal.
-            **options: such as `max_new`, `temperature` and `depth`: see `GenerationOptions`.
+            **options: such as `max_new`, `temperature` and `num_drafts`: see `GenerationOptions`.
 
         Returns:
             Texts, tokens, reasons and statistics, one entry a row, for a single prompt too.

@@ -161,7 +161,7 @@ def _run(
     limit: int, max_new: int,
 ) -> Run:  # fmt: skip
     state, chunks = start_generation(
-        model, params, prompts, max_new=max_new, drafter=drafter, drafter_params=script, draft_limit=limit,
+        model, params, prompts, max_new=max_new, drafter=drafter, drafter_params=script, depth_limit=limit,
         logprobs=True,
     )  # fmt: skip
     for newest, _ in chunks:

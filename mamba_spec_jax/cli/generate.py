@@ -89,7 +89,7 @@ def generate(
         "temperature": temperature,
         "seeds": seed,
         "stop": stop,
-        "depth": drafts if tree is None else tree,
+        "num_drafts": drafts if tree is None else tree,
         "progress": None,
         **filters,
     }

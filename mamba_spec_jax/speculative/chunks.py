@@ -14,7 +14,7 @@ import numpy as np
 from mamba_spec_jax.array_types import Array, Int32, RowFlags, Rows, Tokens
 from mamba_spec_jax.speculative.compiled_programs import program_count
 from mamba_spec_jax.speculative.decoder import Decoder
-from mamba_spec_jax.speculative.depth import ChunkCosts, DepthPolicy, FixedDepth
+from mamba_spec_jax.speculative.draft_policy import ChunkCosts, DraftPolicy, FixedDrafts
 from mamba_spec_jax.speculative.hindsight import judge, probe, text_at
 from mamba_spec_jax.speculative.state import DecodeState, Weights
 from pallas_kernels import loops
@@ -51,7 +51,7 @@ def decode_chunks(
     decoder: Decoder,
     weights: Weights,
     state: DecodeState,
-    policy: DepthPolicy | None = None,
+    policy: DraftPolicy | None = None,
     chunk_steps: int = CHUNK_STEPS,
 ) -> Iterator[tuple[DecodeState, ChunkReport]]:
     """Runs chunks until every row has finished, yielding each chunk's report (on the host) with the newest state.
@@ -66,7 +66,7 @@ def decode_chunks(
         policy: how many drafts each chunk makes; by default as many as the decoder's.
         chunk_steps: steps compiled into one program.
     """
-    policy = FixedDepth(decoder.num_drafts) if policy is None else policy
+    policy = FixedDrafts(decoder.num_drafts) if policy is None else policy
     if chunk_steps < 1:
         raise ValueError(f"chunk_steps is {chunk_steps}, expected at least 1")
     ahead = 0 if _host_is_device() else 1

@@ -166,7 +166,7 @@ class Decoder:
             proposal,
             root=jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1),
             slots=jnp.where(active, requests.slots, -1),
-            depth_limit=jnp.minimum(requests.draft_limit, remaining - 1),
+            depth_limit=jnp.minimum(requests.depth_limit, remaining - 1),
             node_limit=room - 1,
             vocab_size=model.vocab_size,
         )

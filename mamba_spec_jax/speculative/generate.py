@@ -11,7 +11,7 @@ import numpy as np
 from mamba_spec_jax.progress_bar import TOKENS, progress_bar
 from mamba_spec_jax.speculative.chunks import CHUNK_STEPS, ChunkReport, decode_chunks
 from mamba_spec_jax.speculative.decoder import Decoder
-from mamba_spec_jax.speculative.depth import AutoDepth, DepthPolicy, FixedDepth
+from mamba_spec_jax.speculative.draft_policy import AutoDrafts, DraftPolicy, FixedDrafts
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.drafts import require_drafter
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
@@ -98,7 +98,7 @@ def start_generation(
     drafter_params: Any = None,
     stops: StopConditions | None = None,
     progress: bool | None = False,
-    depth: int | str | DepthPolicy | None = None,
+    num_drafts: int | str | DraftPolicy | None = None,
     logprobs: bool = False,
     chunk_steps: int = CHUNK_STEPS,
     **rows: Unpack[RowOptions],
@@ -106,10 +106,10 @@ def start_generation(
     """The state after the prompts, and the chunks that go on from it and consume it; arguments as `generate`'s."""
     if drafter is None and drafter_params is not None:
         raise ValueError("drafter_params came without a drafter, expected the drafter whose weights they are")
-    drafter, policy = resolve_drafting(drafter, depth)
-    limit, min_new = rows.get("draft_limit"), rows.get("min_new", 0)
+    drafter, policy = resolve_drafting(drafter, num_drafts)
+    limit, min_new = rows.get("depth_limit"), rows.get("min_new", 0)
     if limit is not None and policy.max_drafts == 0:
-        raise ValueError(f"draft_limit is {limit!r}, but depth 0 drafts nothing: leave one of them out")
+        raise ValueError(f"depth_limit is {limit!r}, but num_drafts 0 drafts nothing: leave one of them out")
     stops = _stops_of(stops, model.vocab_size)
     if np.any(np.asarray(min_new, object) != 0) and not stops.can_stop:
         raise ValueError(f"min_new is {min_new!r}, but nothing ends a row before max_new: give stops, or leave it out")
@@ -120,27 +120,31 @@ def start_generation(
     return state, decode_chunks(decoder, weights, state, policy, chunk_steps)
 
 
-def resolve_drafting(drafter: Drafter | None, depth: int | str | DepthPolicy | None) -> tuple[Drafter, DepthPolicy]:
-    """The drafter and depth policy that `generate`'s arguments ask for."""
-    if isinstance(depth, bool | float) or (isinstance(depth, str) and depth != "auto"):
-        raise ValueError(f"depth is {depth!r}, expected a number of drafts, 'auto' or a depth policy")
-    if isinstance(depth, numbers.Integral):
-        depth = int(depth)
-        if depth < 0:
-            raise ValueError(f"depth is {depth}, expected at least 0")
+def resolve_drafting(
+    drafter: Drafter | None, num_drafts: int | str | DraftPolicy | None
+) -> tuple[Drafter, DraftPolicy]:
+    """The drafter and draft policy that `generate`'s arguments ask for."""
+    if isinstance(num_drafts, bool | float) or (isinstance(num_drafts, str) and num_drafts != "auto"):
+        raise ValueError(f"num_drafts is {num_drafts!r}, expected a number of drafts, 'auto' or a draft policy")
+    if isinstance(num_drafts, numbers.Integral):
+        num_drafts = int(num_drafts)
+        if num_drafts < 0:
+            raise ValueError(f"num_drafts is {num_drafts}, expected at least 0")
     if drafter is None:
-        fixed = depth if isinstance(depth, int) else getattr(depth, "max_drafts", _DEFAULT_DRAFTS)
+        fixed = num_drafts if isinstance(num_drafts, int) else getattr(num_drafts, "max_drafts", _DEFAULT_DRAFTS)
         drafter = NgramDrafter(fixed)
     require_drafter(drafter)
-    policy: DepthPolicy
-    if depth is None or isinstance(depth, int):
-        policy = FixedDepth(drafter.max_drafts if depth is None else depth)
-    elif isinstance(depth, str):
-        policy = AutoDepth(drafter.max_drafts)
+    policy: DraftPolicy
+    if num_drafts is None or isinstance(num_drafts, int):
+        policy = FixedDrafts(drafter.max_drafts if num_drafts is None else num_drafts)
+    elif isinstance(num_drafts, str):
+        policy = AutoDrafts(drafter.max_drafts)
     else:
-        policy = depth
+        policy = num_drafts
     if policy.max_drafts > drafter.max_drafts:
-        raise ValueError(f"depth is {policy.max_drafts}, but the drafter proposes at most {drafter.max_drafts} tokens")
+        raise ValueError(
+            f"num_drafts is {policy.max_drafts}, but the drafter proposes at most {drafter.max_drafts} tokens"
+        )
     return drafter, policy
 
 

@@ -7,7 +7,7 @@ import flax.struct
 import numpy as np
 
 from mamba_spec_jax.array_types import Array, Float, Rows, Seeds
-from mamba_spec_jax.speculative.depth import DepthPolicy
+from mamba_spec_jax.speculative.draft_policy import DraftPolicy
 from mamba_spec_jax.speculative.rows import per_row, seed_rows
 from mamba_spec_jax.speculative.sampling import Filters
 
@@ -18,7 +18,7 @@ class RowOptions(TypedDict, total=False):
     Attributes:
         max_new: tokens to emit, 128 by default.
         min_new: tokens before the one that may stop a row, 0 by default: see `StopConditions`.
-        draft_limit: most drafts a step, in a tree the greatest depth; as many as a step drafts by default.
+        depth_limit: most drafts of a path, which is all of a chain's; as many as a step drafts by default.
         temperature: 0, the default, takes the likeliest token; above it tokens are drawn.
         top_k, top_p, min_p: which likely tokens are drawn from, see `Filters`; 0, 1 and 0, the defaults, are off.
         seeds: of each row's draws, 0..2**32 - 1; a single number, 0 by default, is counted up from row to row. A draw
@@ -27,7 +27,7 @@ class RowOptions(TypedDict, total=False):
 
     max_new: int | Sequence[int]
     min_new: int | Sequence[int]
-    draft_limit: int | Sequence[int] | None
+    depth_limit: int | Sequence[int] | None
     temperature: float | Sequence[float]
     top_k: int | Sequence[int]
     top_p: float | Sequence[float]
@@ -39,14 +39,14 @@ class GenerationOptions(RowOptions, total=False):
     """What `generate`, `stream` and the methods of `LoadedModel` take besides the prompts: `RowOptions`, and these.
 
     Attributes:
-        depth: drafts a step; 0 decodes plainly, "auto" lets measured cost and acceptance decide; the drafter's maximum
-            by default.
+        num_drafts: drafts a step, of a tree its nodes; 0 decodes plainly, "auto" lets measured cost and acceptance
+            decide; the drafter's `max_drafts` by default.
         logprobs: whether to return each emitted token's log-probability.
         chunk_steps: steps compiled into one program, 16 by default; the host looks at the rows only after each. An
-            automatic depth takes fewer at a time where it drafts.
+            automatic number of drafts takes fewer at a time where it drafts.
     """
 
-    depth: int | str | DepthPolicy | None
+    num_drafts: int | str | DraftPolicy | None
     logprobs: bool
     chunk_steps: int
 
@@ -59,7 +59,7 @@ class Requests:
         slots: `[B]` cache slot, -1 for a padding row.
         max_new: `[B]` tokens it may emit.
         min_new: `[B]` tokens before the one that may stop it: see `StopConditions`.
-        draft_limit: `[B]` most drafts a step, in a tree the greatest depth; 0 decodes plainly inside the same compiled
+        depth_limit: `[B]` most drafts of a path, which is all of a chain's; 0 decodes plainly inside the same compiled
             step.
         seeds: `[B]` noise of its draws.
         temperature: `[B]`; 0 is greedy.
@@ -69,7 +69,7 @@ class Requests:
     slots: Rows
     max_new: Rows
     min_new: Rows
-    draft_limit: Rows
+    depth_limit: Rows
     seeds: Seeds
     temperature: Float[Array, "B"]
     filters: Filters
@@ -82,7 +82,7 @@ class Requests:
         *,
         max_new: int | Sequence[int] = 128,
         min_new: int | Sequence[int] = 0,
-        draft_limit: int | Sequence[int] | None = None,
+        depth_limit: int | Sequence[int] | None = None,
         temperature: float | Sequence[float] = 0.0,
         top_k: int | Sequence[int] = 0,
         top_p: float | Sequence[float] = 1.0,
@@ -100,7 +100,7 @@ class Requests:
         max_new_rows = per_row("max_new", max_new, batch, np.int32, least=0)
         min_new_rows = per_row("min_new", min_new, batch, np.int32, least=0)
         limit_rows = per_row(
-            "draft_limit", num_drafts if draft_limit is None else draft_limit, batch, np.int32, least=0
+            "depth_limit", num_drafts if depth_limit is None else depth_limit, batch, np.int32, least=0
         )
         temperature_rows = per_row("temperature", temperature, batch, np.float32, least=0)
         seeds_rows, filters = seed_rows(seeds, batch), Filters.create(batch, top_k, top_p, min_p)

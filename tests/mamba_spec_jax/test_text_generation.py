@@ -19,7 +19,7 @@ from tests.mamba_spec_jax.text_model import END, write_text_model
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PROMPTS = ["def f(x):", "import os"]
-OPTIONS = {"max_new": 12, "depth": 2}
+OPTIONS = {"max_new": 12, "num_drafts": 2}
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<empty>{% endif %}{% endif %}"""
 HELLO = [{"role": "user", "content": "Hi"}]

@@ -150,7 +150,7 @@ def test_speculative_greedy_is_plain_greedy(golden):
     decode = jax.jit(decoder.until_finished, donate_argnames="state", compiler_options=QUICKLY)
 
     def run(limit):
-        return decode(weights, decoder.init(weights, prompts, max_new=128, draft_limit=limit, logprobs=True))
+        return decode(weights, decoder.init(weights, prompts, max_new=128, depth_limit=limit, logprobs=True))
 
     plain, speculative = run(0), run(3)
     np.testing.assert_array_equal(plain.lengths, [len(prompt) + 128 for prompt in prompts])

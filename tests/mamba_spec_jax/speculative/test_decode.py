@@ -60,7 +60,7 @@ class Row:
     prompt: list[int]
     max_new: int
     min_new: int
-    draft_limit: int
+    depth_limit: int
     wrong: list[int]
     counts: list[int]
     foreseen: list[int] = dataclasses.field(default_factory=list)
@@ -85,7 +85,7 @@ def simulate(row, eos, stop_strings, drafts=True):
     text = list(row.prompt)
     out = Expected([], [], ms.StopReason.NONE if row.max_new else ms.StopReason.MAX_NEW, 0, 0, [0] * (DRAFTS + 1))
     while out.reason is ms.StopReason.NONE and row.slot >= 0:
-        limit = min(row.draft_limit, row.max_new - len(out.tokens) - 1, row.counts[len(text)]) if drafts else 0
+        limit = min(row.depth_limit, row.max_new - len(out.tokens) - 1, row.counts[len(text)]) if drafts else 0
         window = row.foreseen[len(text) : len(text) + limit]
         window = list(itertools.takewhile(lambda token: token < VOCAB, window))  # what follows can't be accepted
         emitted = 0
@@ -144,7 +144,7 @@ def build_state(rows, stops):
             slots=of_rows("slot"),
             max_new=of_rows("max_new"),
             min_new=of_rows("min_new"),
-            draft_limit=of_rows("draft_limit"),
+            depth_limit=of_rows("depth_limit"),
             seeds=zeros(jnp.uint32),
             temperature=jnp.ones((ROWS,), jnp.float32),
             filters=ms.Filters.create(ROWS),
@@ -176,7 +176,7 @@ def rows_of(draw):
                 prompt=draw(tokens_of(min_size=1, max_size=LENGTH // 4)),
                 max_new=max_new,
                 min_new=draw(st.integers(0, max_new)),
-                draft_limit=draw(st.integers(0, DRAFTS)),
+                depth_limit=draw(st.integers(0, DRAFTS)),
                 # Mostly right, sometimes another token, sometimes none of the vocabulary's.
                 wrong=draw(st.lists(st.sampled_from([0, 0, 0, 1, VOCAB]), min_size=LENGTH, max_size=LENGTH)),
                 counts=draw(st.lists(st.sampled_from([DRAFTS, DRAFTS, 1, 0]), min_size=LENGTH, max_size=LENGTH)),

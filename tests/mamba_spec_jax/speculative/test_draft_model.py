@@ -52,7 +52,7 @@ def accepted_length(state):
 def test_greedy_output_is_plain_output():
     """Rows of different lengths, budgets and draft limits, the last one without drafts."""
     state = run(
-        TARGET, PARAMS, DraftModelDrafter(OTHER, K), OTHER_PARAMS, ms.Greedy(), K, **GREEDY, draft_limit=[K, K - 1, 0]
+        TARGET, PARAMS, DraftModelDrafter(OTHER, K), OTHER_PARAMS, ms.Greedy(), K, **GREEDY, depth_limit=[K, K - 1, 0]
     )
     assert texts(state) == plain("greedy")
     assert_has_read_the_text(state.drafter.cache, OTHER, OTHER_PARAMS, state)

@@ -48,9 +48,9 @@ def params(model):
     return jax.jit(model.init_params, static_argnums=0)(3)
 
 
-def run(model, params, prompts=PROMPTS, stops=None, depth=DRAFTS, chunk_steps=4, **requests):
+def run(model, params, prompts=PROMPTS, stops=None, num_drafts=DRAFTS, chunk_steps=4, **requests):
     """The final state, with which the committed side can be looked at."""
-    decoder, weights = ms.Decoder(model, ms.NgramDrafter(depth)), ms.Weights(params)
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(num_drafts)), ms.Weights(params)
     state = decoder.init(weights, prompts, stops=stops, **requests)
     for newest, _ in decode_chunks(decoder, weights, state, chunk_steps=chunk_steps):
         state = newest
@@ -75,7 +75,7 @@ def ending_at(tokens):
 
 @pytest.fixture(scope="module")
 def plain(model, params):
-    return collect(run(model, params, depth=0, max_new=NEW)).tokens
+    return collect(run(model, params, num_drafts=0, max_new=NEW)).tokens
 
 
 def test_budgets_per_row_zero_and_one_included(model, params, plain):
@@ -153,7 +153,7 @@ def test_one_trace_serves_a_generation_of_varying_lengths(model, params):
     run(model, params, max_new=NEW)
     programs = program_count(driver._run_chunk)
     run(model, params, max_new=[3, 17, NEW])
-    run(model, params, [[7, 8], [9] * 6, [2]], max_new=NEW, draft_limit=2)
+    run(model, params, [[7, 8], [9] * 6, [2]], max_new=NEW, depth_limit=2)
     assert program_count(driver._run_chunk) == programs
 
 
@@ -251,7 +251,7 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         ({"max_new": 2**40}, "max_new is 1099511627776, expected at most 1073741824"),
         ({"seeds": [1, 2]}, r"seeds is \[1, 2\], expected an integer or 3 of them"),
         ({"seeds": 0.5}, "seeds is 0.5, expected an integer or 3 of them"),
-        ({"depth": 2.5}, "depth is 2.5, expected a number of drafts, 'auto' or a depth policy"),
+        ({"num_drafts": 2.5}, "num_drafts is 2.5, expected a number of drafts, 'auto' or a draft policy"),
         ({"max_new": [1, 2]}, r"max_new has shape \[2\], expected one value or 3"),
         ({"max_new": -1}, "max_new is -1, expected finite values of at least 0"),
         ({"max_new": 1.5}, "max_new is 1.5, expected an integer or 3 of them"),
@@ -260,9 +260,12 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
             r"min_new \[3, 3, 3\] exceeds max_new \[2, 2, 2\]",
         ),
         ({"temperature": float("nan")}, "temperature is nan, expected finite values"),
-        ({"depth": "deep"}, "depth is 'deep', expected a number of drafts, 'auto' or a depth policy"),
-        ({"depth": -1}, "depth is -1, expected at least 0"),
-        ({"depth": 4, "drafter": ms.NgramDrafter(2)}, "depth is 4, but the drafter proposes at most 2 tokens"),
+        ({"num_drafts": "deep"}, "num_drafts is 'deep', expected a number of drafts, 'auto' or a draft policy"),
+        ({"num_drafts": -1}, "num_drafts is -1, expected at least 0"),
+        (
+            {"num_drafts": 4, "drafter": ms.NgramDrafter(2)},
+            "is 4, but the drafter proposes at most 2 tokens",
+        ),
         ({"chunk_steps": 0}, "chunk_steps is 0, expected at least 1"),
         ({"top_k": 40}, r"top_k is 40, but every temperature is 0"),
         ({"top_p": [1, 0.5, 1]}, r"top_p is \[1, 0.5, 1\], but every temperature is 0"),
@@ -272,7 +275,7 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         ({"temperature": "hot"}, "temperature is 'hot', expected a number or 3 of them"),
         ({"temperature": [1, [2], 3]}, "temperature is .*, expected a number or 3 of them"),
         ({"min_new": 2}, "min_new is 2, but nothing ends a row before max_new: give stops"),
-        ({"depth": 0, "draft_limit": 2}, "draft_limit is 2, but depth 0 drafts nothing"),
+        ({"num_drafts": 0, "depth_limit": 2}, "depth_limit is 2, but num_drafts 0 drafts nothing"),
         ({"drafter_params": {}}, "drafter_params came without a drafter"),
         ({"stops": [2]}, r"stops is \[2\], expected StopConditions"),
         ({"stops": ms.StopConditions.create([13])}, "eos_ids contain 13, expected 0..12"),

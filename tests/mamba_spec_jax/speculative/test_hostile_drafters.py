@@ -80,7 +80,7 @@ def run(table, state, drafter, method, script):
 def begin(drafter, temperature, limit=K):
     """Before the first step; every other row is greedy where `temperature` is not 0."""
     temperatures = np.where(np.arange(ROWS) % 2, temperature, 0.0)
-    options = {"max_new": NEW, "draft_limit": limit, "temperature": temperatures, "logprobs": True}
+    options = {"max_new": NEW, "depth_limit": limit, "temperature": temperatures, "logprobs": True}
     return ms.Decoder(MODEL, drafter, num_drafts=K).init(ms.Weights(LOGITS), PROMPTS, **options)
 
 
@@ -245,7 +245,7 @@ def test_the_bundled_model_reads_no_token_outside_its_vocabulary():
     said = jnp.asarray([1024, 99_999, -1, -5000, 2**31 - 1, 7], jnp.int32)
     prompts = [loaded.tokenizer.encode("def quicksort(items):").ids] * said.size
     options = {"drafter": Constant(), "drafter_params": said, "max_new": 8}
-    expected = ms.generate(loaded.model, loaded.params, prompts, draft_limit=0, **options)
+    expected = ms.generate(loaded.model, loaded.params, prompts, depth_limit=0, **options)
     assert all(expected.tokens[0])
     assert ms.generate(loaded.model, loaded.params, prompts, **options).tokens == expected.tokens
 

@@ -138,7 +138,7 @@ def test_ragged_drafts_filters_and_temperature():
     """Rows with no, one and two drafts side by side, under a filtered target."""
     options = {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05}
     limits = np.arange(RUNS) % (K + 1)
-    tokens, first = run_loop(make_step(), draft_limit=limits, **options)
+    tokens, first = run_loop(make_step(), depth_limit=limits, **options)
     p = target_probs(**options)
     assert np.any(p == 0)
     for limit in range(K + 1):
@@ -149,7 +149,7 @@ def test_ragged_drafts_filters_and_temperature():
 def test_point_mass_drafts_give_the_tokens_of_plain_sampling():
     step = make_step(dataclasses.replace(DRAFTER, point_mass=True))
     tokens, first = run_loop(step)
-    plain, one = run_loop(step, draft_limit=0)
+    plain, one = run_loop(step, depth_limit=0)
     assert set(one) == {1}
     assert set(first) == {1, 2, 3}
     np.testing.assert_array_equal(tokens, plain)

@@ -30,7 +30,7 @@ def prompts(bundled):
 
 @pytest.fixture(scope="module")
 def plain(bundled, prompts):
-    return ms.generate(bundled.model, bundled.params, prompts, depth=0, max_new=NEW).tokens
+    return ms.generate(bundled.model, bundled.params, prompts, num_drafts=0, max_new=NEW).tokens
 
 
 def assert_identical(actual, expected, logits_at):
@@ -55,7 +55,7 @@ def assert_identical(actual, expected, logits_at):
 def test_greedy_is_token_identical(bundled, prompts, plain, mode, strategy, drafts):
     """Other modes, strategies and depths than the test of bits below; their product is in tests/sweeps."""
     model = ms.HybridModel.create(bundled.model.config, speculative_mode=mode, strategy=strategy)
-    generation = ms.generate(model, bundled.params, prompts, depth=drafts, max_new=NEW)
+    generation = ms.generate(model, bundled.params, prompts, num_drafts=drafts, max_new=NEW)
 
     def logits_at(row, at):
         tokens = np.asarray([prompts[row] + plain[row][:at]], np.int32)
@@ -70,15 +70,18 @@ def test_greedy_is_token_identical(bundled, prompts, plain, mode, strategy, draf
 
 def test_sampled_is_token_identical_with_prompt_lookup(bundled, prompts, plain):
     options = {"top_k": 40, "top_p": 0.95, "temperature": 0.7, "seeds": 5, "max_new": NEW}
-    plainly = ms.generate(bundled.model, bundled.params, prompts, depth=0, **options)
-    speculatively = ms.generate(bundled.model, bundled.params, prompts, depth=7, **options)
+    plainly = ms.generate(bundled.model, bundled.params, prompts, num_drafts=0, **options)
+    speculatively = ms.generate(bundled.model, bundled.params, prompts, num_drafts=7, **options)
     assert speculatively.tokens == plainly.tokens
     assert speculatively.statistics.mean_acceptance_length > 1.1
     assert plainly.tokens != plain
 
 
-def test_automatic_depth_is_token_identical(bundled, prompts, plain):
-    assert ms.generate(bundled.model, bundled.params, prompts, depth="auto", max_new=NEW, chunk_steps=4).tokens == plain
+def test_an_automatic_number_of_drafts_is_token_identical(bundled, prompts, plain):
+    assert (
+        ms.generate(bundled.model, bundled.params, prompts, num_drafts="auto", max_new=NEW, chunk_steps=4).tokens
+        == plain
+    )
 
 
 def test_zero_drafts_in_the_same_compiled_step_give_the_same_bits(bundled, prompts, plain):
@@ -89,7 +92,7 @@ def test_zero_drafts_in_the_same_compiled_step_give_the_same_bits(bundled, promp
     decoder, weights = ms.Decoder(bundled.model, ms.NgramDrafter(7)), ms.Weights(bundled.params)
 
     def run(limit):
-        state = decoder.init(weights, prompts, max_new=NEW, draft_limit=limit, logprobs=True)
+        state = decoder.init(weights, prompts, max_new=NEW, depth_limit=limit, logprobs=True)
         for newest, _ in decode_chunks(decoder, weights, state):
             state = newest
         return state

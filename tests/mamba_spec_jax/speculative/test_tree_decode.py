@@ -109,7 +109,7 @@ def test_trees_give_the_tokens_of_plain_decoding(case, method):
     model = ms.HybridModel.create(CONFIG, **CASES[case])
     expected = plain(method)
     for seed, limits in enumerate(([K, K, K], [2, 0, 1])):
-        state = begin(model, draft_limit=limits)
+        state = begin(model, depth_limit=limits)
         state = script(without_room(state) if case != "snapshot" else state, expected.tokens, seed)
         state = jax.device_get(run(model, random_params(model), state, method, K))
         np.testing.assert_array_equal(state.tokens, expected.tokens)
@@ -130,7 +130,7 @@ def test_trees_give_the_tokens_of_plain_decoding(case, method):
 
 
 def test_drafts_judged_in_hindsight():
-    """A plain chunk with an automatic depth asks how deep a tree would have got."""
+    """A plain chunk with an automatic number of drafts asks how deep a tree would have got."""
     model, expected = ms.HybridModel.create(CONFIG), plain(ms.Greedy())
     state = script(begin(model), expected.tokens, seed=0)
     starts = np.array([len(prompt) for prompt in PROMPTS], np.int32)

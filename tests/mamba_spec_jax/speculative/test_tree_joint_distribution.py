@@ -95,7 +95,7 @@ def count_with_first(tokens, first):
 def test_three_tokens_have_the_targets_distribution():
     """Rows that may go no, one and two nodes deep side by side."""
     limits = np.arange(RUNS) % (DEPTH + 1)
-    tokens, first = run_loop(draft_limit=limits)
+    tokens, first = run_loop(depth_limit=limits)
     assert exact_joint(DEPTH).sum(axis=(1, 2, 3)).min() > 0.1
     for limit in range(DEPTH + 1):
         rows = limits == limit
@@ -107,7 +107,7 @@ def test_nodes_chosen_outright_give_the_tokens_of_plain_sampling():
     """Row by row: every other row has its predecessor's seed, and no drafts."""
     drafter = dataclasses.replace(DRAFTER, point_mass=True)
     rows = np.arange(RUNS)
-    tokens, first = run_loop(drafter, seeds=rows // 2, draft_limit=DEPTH * (rows % 2))
+    tokens, first = run_loop(drafter, seeds=rows // 2, depth_limit=DEPTH * (rows % 2))
     assert set(first[0::2]) == {1}
     assert set(first[1::2]) == {1, 2, 3}
     np.testing.assert_array_equal(tokens[1::2], tokens[0::2])

@@ -236,7 +236,7 @@ def test_speculation_with_the_head_loses_nothing(carried):
     decode = jax.jit(decoder.until_finished)
 
     def run(limit):
-        return decode(weights, decoder.init(weights, [[1, 2, 3], [4, 5]], max_new=24, draft_limit=limit))
+        return decode(weights, decoder.init(weights, [[1, 2, 3], [4, 5]], max_new=24, depth_limit=limit))
 
     plain, speculative = run(0), run(2)
     assert int(plain.statistics.drafted.sum()) == 0
