@@ -117,7 +117,7 @@ class Decoder:
         Args:
             weights: of both.
             caches: the target's cache and the drafter's state; consumed.
-            window: `[B, T + 1]` tokens to read, and in each column's successor the token that follows it.
+            window: `[B, T + 1]` T tokens to read, and the token after each: in the next column.
             slots: `[B]` cache slot of each row, -1 for padding.
             num_tokens: `[B]` real tokens of each row, 0..T.
         """
