@@ -136,7 +136,8 @@ def accept(
         tree = Tree.create(draft.parents) if tree is None else tree
         walk, reject = functools.partial(walk_tree, tree=tree), reject_tree
     allowed = mask_logits(logits, forbidden)
-    chooses = jnp.isfinite(jnp.max(allowed, axis=-1))
+    # Asked apart: XLA's maximum on a CPU may lose a NaN, depending on what it is fused with.
+    chooses = jnp.isfinite(jnp.max(allowed, axis=-1)) & ~jnp.any(jnp.isnan(allowed), axis=-1)
     if isinstance(method, Greedy):
         best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
         node, last = walk(draft, jnp.where(chooses, best, -1))
