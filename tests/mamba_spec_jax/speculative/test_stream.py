@@ -246,7 +246,7 @@ def test_special_tokens_do_not_break_a_stop_string(tokenizer):
     """They have no text, so a stop string reads on across them, on the device as in the text."""
     stops = text_stops(tokenizer, VOCAB, [], ["ab"])
     tokens = np.array([[0, SPECIAL_ID, 1, 3]], np.int32)
-    completes, _ = jax.jit(stops.automaton.advance)(stops.initial_states(1), tokens, np.array([4], np.int32))
+    completes, _ = jax.jit(stops.automaton.advance)(np.zeros(1, np.int32), tokens, np.array([4], np.int32))
     assert completes.tolist() == [[False, False, True, False]]
     assembler = TextAssembler([*PIECES, b""], ["ab"])
     assert assembler.push(tokens[0].tolist()) + assembler.finish() == ""
