@@ -197,7 +197,7 @@ def kernel(op, form, keep, tree) -> dict[str, str]:
     call = jax.jit(functools.partial(delta.gated_delta_update, **options), compiler_options=QUICKLY)
     arrays = delta_rule.on_device(given.inputs) | rows | kept | {"num_tokens": jnp.array(given.num_tokens)}
     result = call(state, **arrays, parents=jnp.array(given.parents) if tree else None)
-    return {"outputs": digest(result.o), "states": digest(result[1:])}
+    return {"outputs": digest(result.y), "states": digest(result[1:])}
 
 
 if __name__ == "__main__":
