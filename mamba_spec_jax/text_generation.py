@@ -214,8 +214,8 @@ class LoadedModel:
 
         Args:
             messages: a conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
-            max_new, min_new, temperature, top_k, top_p, min_p, seeds, stop, ignore_eos, drafter, depth, draft_limit,
-                logprobs, chunk_steps, progress: as for `generate`.
+            max_new, min_new, temperature, top_k, top_p, min_p, seeds, stop, ignore_eos: as for `generate`.
+            drafter, depth, draft_limit, logprobs, chunk_steps, progress: as for `generate`.
             add_generation_prompt, tools, **variables: of the template, such as `enable_thinking=False`; see
                 `ChatTemplate.render`.
 
