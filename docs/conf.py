@@ -1,5 +1,7 @@
 """How Sphinx builds these pages. Nothing here needs a network, and no notebook is executed."""
 
+import enum
+import inspect
 import pathlib
 import re
 import shutil
@@ -37,6 +39,7 @@ autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # the signature has the types
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 100
 add_module_names = False
@@ -85,7 +88,24 @@ def _docstring(app, what, name, obj, options, lines):
         elif line.strip():
             formula = False
         out.append(line if formula else _outside_code(line))
+    if what == "class" and issubclass(obj, enum.Enum):
+        out += _members(obj)
     lines[:] = out
+
+
+def _members(kind):
+    """The members of an enumeration, with the comments that follow them in the source."""
+    comments = dict(re.findall(r"^ +(\w+) = [^#\n]+  # (.+)$", inspect.getsource(kind), re.M))
+    return [
+        "",
+        *(f"- ``{name}``: {_outside_code(comments.get(name, ''))}".rstrip(": ") for name in kind.__members__),
+        "",
+    ]
+
+
+def _signature(app, what, name, obj, options, signature, returns):
+    """Arrays by their short name; the aliases of shapes name the class that jax keeps private."""
+    return tuple(text and text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
 
 
 def _copy_notebooks(app):
@@ -102,3 +122,4 @@ def setup(app):
     _copy_notebooks(app)
     api_pages.write(DOCS / "api")
     app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", _signature)
