@@ -14,6 +14,7 @@ from mamba_spec_jax.speculative.depth import DepthPolicy
 from mamba_spec_jax.speculative.generate import Generation, generate
 from mamba_spec_jax.speculative.protocol import Drafter
 from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
+from mamba_spec_jax.speculative.text import utf8
 
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 Messages = Sequence[Mapping[str, Any]]
@@ -274,12 +275,7 @@ class LoadedModel:
         return [self._encode(each, f"prompt {row}") if isinstance(each, str) else each for row, each in enumerate(rows)]
 
     def _encode(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{name} is not text: its character {error.start} is no Unicode, expected UTF-8"
-            ) from error
+        utf8(text, name)
         return self._tokenizer().encode(text, add_special_tokens=add_special_tokens).ids
 
     def _tokenizer(self) -> Tokenizer:

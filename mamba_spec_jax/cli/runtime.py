@@ -38,8 +38,8 @@ def model_line(loaded: LoadedModel) -> str:
     config = loaded.model.config
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(loaded.params))
     return (
-        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.recurrent_layers)} Mamba-2 and "
-        f"{len(config.attention_layers)} attention layers"
+        f"{config.model_type}, {parameters / 1e6:,.2f} M parameters: {len(config.recurrent_layers)} "
+        f"{config.recurrent.title} and {len(config.attention_layers)} attention layers"
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from mamba_spec_jax.attention.gated_delta import GatedDelta
 from mamba_spec_jax.attention.mamba1 import Mamba1
@@ -27,6 +27,8 @@ class Mamba2Config:
         norm_eps: of that norm, None for the model's.
         time_step_limit: clamp of the time step after softplus, the same in every pass.
     """
+
+    title: ClassVar[str] = "Mamba-2"
 
     heads: int
     head_dim: int
@@ -108,6 +110,10 @@ class GatedDeltaConfig:
         return self.heads * self.head_dim
 
     @property
+    def title(self) -> str:
+        return "KDA" if self.rank else "GDN"
+
+    @property
     def conv_channels(self) -> int:
         return 2 * self.key_heads * self.state + self.inner
 
@@ -135,6 +141,8 @@ class ShortConvConfig:
         bias: whether convolution and projections have biases.
     """
 
+    title: ClassVar[str] = "short convolution"
+
     channels: int
     conv_width: int
     bias: bool = False
@@ -161,6 +169,8 @@ class Mamba1Config:
         rank: of the projection to dt.
         conv_bias, proj_bias: whether the convolution, and the projections in and out, have biases.
     """
+
+    title: ClassVar[str] = "Mamba-1"
 
     channels: int
     state: int

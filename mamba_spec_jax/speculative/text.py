@@ -74,13 +74,21 @@ def _all_token_bytes(tokenizer: "tokenizers.Tokenizer", decoder: bytes | None) -
     return table
 
 
+def utf8(text: str, name: str) -> bytes:
+    """Its bytes; ValueError for text with surrogates, which Python makes of command lines that are not UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not text: its character {error.start} is no Unicode, expected UTF-8") from error
+
+
 def encode_stops(stop_strings: Sequence[str | bytes]) -> tuple[bytes, ...]:
     """Stop strings as bytes; ValueError for what is no list of them, and an empty one, which would stop everything."""
     if isinstance(stop_strings, str | bytes):
         raise ValueError(f"stop strings came as the single {stop_strings!r}, expected a list of them")
     if not isinstance(stop_strings, Iterable) or not all(isinstance(stop, str | bytes) for stop in stop_strings):
         raise ValueError(f"stop strings are {stop_strings!r}, expected a list of text")
-    stops = tuple(stop.encode() if isinstance(stop, str) else stop for stop in stop_strings)
+    stops = tuple(utf8(stop, "a stop string") if isinstance(stop, str) else stop for stop in stop_strings)
     if b"" in stops:
         raise ValueError(f"one of the stop strings {list(stop_strings)!r} is empty, expected characters in each")
     return stops

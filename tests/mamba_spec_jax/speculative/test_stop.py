@@ -213,6 +213,7 @@ def test_end_of_sequence_is_forbidden_until_min_new():
             functools.partial(StopConditions.create, (), ["a", 5]),
             r"stop strings are \['a', 5\], expected a list of text",
         ),
+        (functools.partial(StopConditions.create, (), ["a\udcff"]), "a stop string is not text: its character 1 is no"),
         (functools.partial(StopConditions.create, (), ["a"], "abc"), "token_bytes is no list of bytes objects"),
         (functools.partial(StopConditions.create, (), ["a"], ["abc"]), "token_bytes is no list of bytes objects"),
         (
