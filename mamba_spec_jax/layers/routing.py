@@ -32,7 +32,7 @@ class SigmoidRouting:
             raise ValueError(f"SigmoidRouting has top_groups={self.top_groups}, expected 1..{self.groups} (groups)")
 
     def check(self, experts: int, top_k: int) -> None:
-        """Raises ValueError where `experts` do not make such groups, or a token could not choose `top_k` of them."""
+        """Raises ValueError where that many experts make no such groups, or no token could choose `top_k` of them."""
         if experts % self.groups or (self.groups > 1 and experts // self.groups < 2):
             raise ValueError(f"{experts} experts do not make {self.groups} groups of equally many, at least two")
         choice = experts // self.groups * self.top_groups

@@ -18,8 +18,3 @@ def test_drafters_run_top_to_bottom(monkeypatch):
     assert printed.count("identical to plain decoding: True") == 7
     assert "False" not in printed
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
-
-
-def test_drafters_are_stored_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)

@@ -17,8 +17,3 @@ def test_quickstart_runs_top_to_bottom():
     assert "tokens identical: True" in printed
     assert "states identical: True" in printed
     assert any("image/png" in output.get("data", {}) for output in outputs)
-
-
-def test_quickstart_is_stored_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
