@@ -84,6 +84,8 @@ def examples():
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         yield path.name, "\n".join("".join(cell["source"]) for cell in cells)
+    for path in sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]):
+        yield path.name, path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("where", "text"), [pytest.param(*example, id=example[0]) for example in examples()])

@@ -140,7 +140,8 @@ class Family:
         """The model that a `config.json` describes; ValueError naming the key that cannot be honoured."""
         hf = self.text(hf).renamed(self.aliases)
         for key, values in (keys.ONLY | self.only).items():
-            hf.choice(key, values[0], values)
+            if key not in self.without_effect:
+                hf.choice(key, values[0], values)
         return self.read_config(hf)
 
     def canonical(self, name: str) -> str:

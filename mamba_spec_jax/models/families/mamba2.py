@@ -57,7 +57,8 @@ def weights(config: HybridConfig) -> Iterator[Weight]:
 FAMILY = Family(
     read_config=read_config,
     weights=weights,
-    without_effect=keys.UNROTATED | {"time_step_floor", "time_step_max", "time_step_min", "time_step_rank"},
+    without_effect=keys.UNROTATED
+    | {"is_causal", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank"},
     # transformers 5.24 rescales the loaded weights of this family too, not only those that it draws.
     only={"hidden_act": keys.SILU, "layer_types": (None,), "rescale_prenorm_residual": (False,)},
     base="backbone.",

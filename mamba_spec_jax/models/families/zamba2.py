@@ -39,7 +39,8 @@ def read_config(hf: HFConfig) -> HybridConfig:
     if adapts_attention and kv_heads != attention_heads:
         raise hf.refusal("num_key_value_heads", f"{attention_heads}, all the heads, with use_shared_attention_adapter")
     shared = SharedBlocks(
-        count=hf.integer("num_mem_blocks", 1, minimum=1),
+        # Blocks after as many as there are layers to use them are in no checkpoint.
+        count=min(hf.integer("num_mem_blocks", 1, minimum=1), max(1, layer_types.count("shared"))),
         adapter_rank=hf.integer("adapter_rank", 128, minimum=1),
         adapts_attention=adapts_attention,
     )

@@ -15,6 +15,7 @@ from tests.golden.family_cases import FAMILY_CASES
 
 INFINITE = {"__float__": "Infinity"}
 SHARED = {"num_hidden_layers": 2, "layers_block_type": ["hybrid", "mamba"]}
+TWICE = {"num_hidden_layers": 3, "layers_block_type": ["hybrid", "mamba", "hybrid"]}
 
 SPELLINGS = [
     ("mamba2", {}, "layer_types", ("mamba",) * 64),
@@ -62,7 +63,10 @@ SPELLINGS = [
     ("zamba2", SHARED, "layer_types", ("shared", "mamba")),
     ("zamba2", {}, "attention_layers", (6, 12, 18, 24, 30, 36, 42, 47, 51)),
     ("zamba2", {}, "recurrent_layers", tuple(range(54))),
-    ("zamba2", SHARED | {"num_mem_blocks": 2}, "shared_blocks", SharedBlocks(2, 128)),
+    ("zamba2", SHARED | {"num_mem_blocks": 2}, "shared_blocks", SharedBlocks(1, 128)),  # the other one has no layer
+    ("zamba2", TWICE | {"num_mem_blocks": 1}, "shared_blocks", SharedBlocks(1, 128)),
+    ("zamba2", TWICE | {"num_mem_blocks": 2}, "shared_blocks", SharedBlocks(2, 128)),
+    ("zamba2", TWICE | {"num_mem_blocks": 5}, "shared_blocks", SharedBlocks(2, 128)),
     ("zamba2", {"num_hidden_layers": 1, "layers_block_type": ["mamba"]}, "shared_blocks", None),
     ("zamba2", {}, "attention_scale", 80**-0.5),
     ("zamba2", {"rope_theta": 7.0}, "rope_theta", None),
@@ -146,6 +150,7 @@ IGNORED = [
     ("kimi_linear", {"mla_use_nope": False, "moe_layer_freq": 2, "moe_router_activation_func": "softmax"}),
     ("kimi_linear", {"tie_word_embeddings": True}),
     ("nemotron_h", {"num_hidden_layers": 3, "sliding_window": 512, "n_shared_experts": 2}),
+    ("mamba2", {"is_causal": False}),
     ("nemotron_h", {"attention_bias": True, "mamba_proj_bias": True, "tie_word_embeddings": True}),
     ("zamba2", {"use_conv_bias": False, "use_long_context": True}),
 ]
