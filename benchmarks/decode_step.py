@@ -60,25 +60,13 @@ class StepBench:
         tokenizer: Any = loaded.tokenizer
         prompts = [tokenizer.encode(text).ids for text in demo_prompts(PromptKind.FREE, batch)]
         self._model, self._params = loaded.model, loaded.params
-        self._drafter = ms.NgramDrafter(max_width - 1)
-        self._state = ms.init_decode(
-            self._model,
-            self._params,
-            prompts,
-            drafter=self._drafter,
-            max_drafts=max_width - 1,
-            max_new=64,
-            draft_limit=0,
-        )
+        self._decoder = ms.Decoder(loaded.model, ms.NgramDrafter(max_width - 1))
+        self._state = self._decoder.init(ms.Weights(loaded.params), prompts, max_new=64, depth_limit=0)
 
     def step(self, width: int) -> Prepare:
         """Whole steps."""
-
-        @jax.jit
-        def steps(params, state):
-            return ms.decode_steps(self._model, params, state, self._drafter, ms.Greedy(), width - 1, None, STEPS)
-
-        return lambda: lambda: steps(self._params, self._state)
+        steps = jax.jit(dataclasses.replace(self._decoder, num_drafts=width - 1).steps, static_argnames="num_steps")
+        return lambda: lambda: steps(ms.Weights(self._params), self._state, num_steps=STEPS)
 
     def parts(self, width: int) -> dict[str, Prepare]:
         """What a step is made of, each in a loop of its own; they leave out what holds a step together."""
@@ -86,7 +74,7 @@ class StepBench:
         rows = state.requests.slots
         draft = ms.Draft(
             tokens=jnp.broadcast_to(state.tokens[:, :1], (rows.size, width)),
-            lengths=jnp.full_like(rows, width - 1),
+            counts=jnp.full_like(rows, width - 1),
             slots=rows,
         )
         output = jax.jit(model.verify)(self._params, draft, state.cache)

@@ -1,5 +1,6 @@
 """The model on a device: lossless, and how fast."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import mamba_spec_jax as ms
 from benchmarks.timing import measure, rounded
 from mamba_spec_jax.assets import TINY
-from mamba_spec_jax.speculative.generate import decode_chunks, resolve_drafting
+from mamba_spec_jax.speculative.chunks import decode_chunks
 
 DRAFTS = 4
 FORMS = (
@@ -52,10 +53,10 @@ def lossless(quick: bool) -> Results:
     new = 8 if quick else 128
     with jax.default_matmul_precision("highest"):
         config, params, weights = _load(ms.DTypePolicy.float32())
-        plain = ms.generate(ms.HybridModel.create(config), params, _prompts(4), depth=0, max_new=new).tokens
+        plain = ms.generate(ms.HybridModel.create(config), params, _prompts(4), num_drafts=0, max_new=new).tokens
         for mode, strategy in FORMS[:1] if quick else FORMS:
             model = ms.HybridModel.create(config, speculative_mode=mode, strategy=strategy)
-            generation = ms.generate(model, params, _prompts(4), depth=DRAFTS, max_new=new)
+            generation = ms.generate(model, params, _prompts(4), num_drafts=DRAFTS, max_new=new)
             differences = _differences(model, params, generation.tokens, plain)
             yield {
                 "form": f"{mode.value}, {strategy.value}",
@@ -89,19 +90,19 @@ def speed(quick: bool) -> Results:
     model = ms.HybridModel.create(config, ms.DTypePolicy.bfloat16() if gpu else None)
     for batch in (1,) if quick else (1, 8):
         cases = {
-            depth: lambda depth=depth, batch=batch: (
+            drafts: lambda drafts=drafts, batch=batch: (
                 lambda: np.asarray(
-                    ms.generate(model, params, _prompts(batch), depth=depth, max_new=new).statistics.passes
+                    ms.generate(model, params, _prompts(batch), num_drafts=drafts, max_new=new).statistics.passes
                 )
             )
-            for depth in ((0, DRAFTS) if quick else (0, DRAFTS, 8, "auto"))
+            for drafts in ((0, DRAFTS) if quick else (0, DRAFTS, 8, "auto"))
         }
         samples = measure(cases, rounds)
         yield {
             "batch": batch,
             "weights": weights,
             "plain_tokens_per_second": rounded(batch * new / samples.median(0)),
-            "speedup": {str(depth): rounded(samples.ratio(0, depth)) for depth in cases if depth != 0},
+            "speedup": {str(drafts): rounded(samples.ratio(0, drafts)) for drafts in cases if drafts != 0},
         }
         steps = {f"T = {drafts + 1}": _steps(model, params, batch, drafts) for drafts in widths}
         samples = measure(steps, rounds)
@@ -126,11 +127,9 @@ def _prompts(rows: int) -> list[list[int]]:
 
 
 def _final_state(model: ms.HybridModel, params: Any, limit: int, new: int) -> ms.DecodeState:
-    drafter, policy = resolve_drafting(None, DRAFTS)
-    state = ms.init_decode(
-        model, params, _prompts(4), drafter=drafter, max_drafts=DRAFTS, max_new=new, draft_limit=limit, logprobs=True
-    )
-    for newest, _ in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 16):
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(DRAFTS)), ms.Weights(params)
+    state = decoder.init(weights, _prompts(4), max_new=new, depth_limit=limit, logprobs=True)
+    for newest, _ in decode_chunks(decoder, weights, state):
         state = newest
     return state
 
@@ -154,7 +153,7 @@ def _differences(model: ms.HybridModel, params: Any, tokens: list[list[int]], pl
 
 def _steps(model: ms.HybridModel, params: Any, batch: int, drafts: int):
     """Sixteen steps of one width; rows draft nothing, so that only the width differs."""
-    drafter = ms.NgramDrafter(16)
-    state = ms.init_decode(model, params, _prompts(batch), drafter=drafter, max_drafts=16, max_new=64, draft_limit=0)
-    steps = jax.jit(lambda params, state: ms.decode_steps(model, params, state, drafter, ms.Greedy(), drafts, None, 16))
-    return lambda: lambda: steps(params, state)
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(16)), ms.Weights(params)
+    state = decoder.init(weights, _prompts(batch), max_new=64, depth_limit=0)
+    steps = jax.jit(dataclasses.replace(decoder, num_drafts=drafts).steps, static_argnames="num_steps")
+    return lambda: lambda: steps(weights, state, num_steps=16)

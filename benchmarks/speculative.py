@@ -1,6 +1,7 @@
 """Speculative against plain decoding: tokens per second over tokens per second, same prompts, in turns.
 
-`auto` is `depth="auto"` from a fresh start in every generation, so that it pays for finding out what drafts are worth.
+`auto` is `num_drafts="auto"` from a fresh start in every generation, so that it pays for finding out what drafts are
+worth.
 
 Run as `python -m benchmarks.speculative`.
 """

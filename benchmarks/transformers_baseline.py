@@ -37,7 +37,9 @@ def main() -> None:
 
         def ours():
             outputs["ours"] = [
-                ms.generate(loaded.model, loaded.params, [prompt], depth=0, max_new=options.max_new_tokens).tokens[0]
+                ms.generate(loaded.model, loaded.params, [prompt], num_drafts=0, max_new=options.max_new_tokens).tokens[
+                    0
+                ]
                 for prompt in prompts
             ]
 

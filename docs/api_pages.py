@@ -17,12 +17,12 @@ PAGES = {
         "Generation",
         "From token ids to token ids, with any model that follows the protocol.",
         "generate Generation stream StreamEvent generated_texts StopConditions StopReason StopAutomaton text_stops "
-        "token_bytes FixedDepth AutoDepth DepthPolicy ChunkCosts",
+        "token_bytes DraftPolicy FixedDrafts AutoDrafts ChunkCosts GenerationOptions RowOptions",
     ),
     "step": (
         "The step",
         "One step of speculative decoding, for a loop of your own.",
-        "init_decode speculative_decode_step decode_steps decode_until_finished DecodeState Requests Statistics",
+        "Decoder Weights DecodeState Requests Statistics",
     ),
     "acceptance": (
         "Acceptance and sampling",

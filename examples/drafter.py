@@ -58,7 +58,7 @@ def main():
     loaded = ms.load(TINY)
     drafter = BigramDrafter(loaded.model.vocab_size)
     fast = loaded.generate(PROMPT, max_new=64, drafter=drafter)
-    plain = loaded.generate(PROMPT, max_new=64, drafter=drafter, draft_limit=0)  # the same program without drafts
+    plain = loaded.generate(PROMPT, max_new=64, drafter=drafter, depth_limit=0)  # the same program without drafts
     print(fast.texts[0])
     print("identical to plain decoding:", fast.tokens == plain.tokens)
     print(f"{float(fast.statistics.mean_acceptance_length):.2f} tokens a pass")

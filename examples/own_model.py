@@ -75,8 +75,10 @@ def main():
     model = OwnModel()
     params = init(jax.random.key(0), model.vocab_size)
     prompts = [[7, 3, 11, 7, 3], [5, 60, 2]]
-    fast = ms.generate(model, params, prompts, max_new=48, depth=4)  # prompt lookup drafts
-    plain = ms.generate(model, params, prompts, max_new=48, depth=4, draft_limit=0)  # the same program without drafts
+    fast = ms.generate(model, params, prompts, max_new=48, num_drafts=4)  # prompt lookup drafts
+    plain = ms.generate(
+        model, params, prompts, max_new=48, num_drafts=4, depth_limit=0
+    )  # the same program without drafts
     print("identical to plain decoding:", fast.tokens == plain.tokens)
     print(f"{float(fast.statistics.mean_acceptance_length):.2f} tokens a pass")
 

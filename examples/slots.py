@@ -38,7 +38,7 @@ def step(params, cache, tokens, lengths, slots, limit):
     """Drafts at most `limit` tokens, verifies and commits. `tokens [B, M]` are the texts; slot -1 is an idle row."""
     proposal = drafter.propose(None, (), tokens, lengths, None, DRAFTS)
     root = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
-    draft = ms.Draft(jnp.concatenate([root, proposal.tokens], axis=1), jnp.minimum(proposal.lengths, limit), slots)
+    draft = ms.Draft(jnp.concatenate([root, proposal.tokens], axis=1), jnp.minimum(proposal.counts, limit), slots)
     output = model.verify(params, draft, cache)
     result = ms.accept(ms.Greedy(), output.logits, draft)
     cache = model.backend.update_mamba_state_after_mtp_verify(

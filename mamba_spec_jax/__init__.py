@@ -13,8 +13,9 @@ from mamba_spec_jax.attention.mamba2 import Mamba2, Mamba2Inputs, Mamba2Weights
 from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.attention.short_conv import ShortConv, ShortConvInputs, ShortConvWeights
 from mamba_spec_jax.cache.pools import HybridCache, KVCache, MambaPool, PoolSpec, RingSpec
-from mamba_spec_jax.cache.records import Draft, ModelOutput, RecordSpec, VerifyRecord
+from mamba_spec_jax.cache.records import CommitBackend, Draft, ModelOutput, RecordSpec, VerifyRecord
 from mamba_spec_jax.cache.slots import SlotAllocator, reset_slots, tracking_steps
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.layers.rotary_scaling import RotaryScaling
 from mamba_spec_jax.layers.routing import SigmoidRouting
 from mamba_spec_jax.models.config import BranchMultipliers, HybridConfig, LatentDims, SharedBlocks
@@ -24,15 +25,8 @@ from mamba_spec_jax.models.recurrent_config import GatedDeltaConfig, Mamba1Confi
 from mamba_spec_jax.models.strategy import StrategyChoice, choose_strategy
 from mamba_spec_jax.modes import CommitStrategy, DTypePolicy, ForwardMode, ReplayRing, SpeculativeMode
 from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
-from mamba_spec_jax.speculative.decode import (
-    DecodeState,
-    Requests,
-    Statistics,
-    decode_steps,
-    decode_until_finished,
-    speculative_decode_step,
-)
-from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, DepthPolicy, FixedDepth
+from mamba_spec_jax.speculative.decoder import Decoder
+from mamba_spec_jax.speculative.draft_policy import AutoDrafts, ChunkCosts, DraftPolicy, FixedDrafts
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
 from mamba_spec_jax.speculative.drafters.draft_model import DraftModel, DraftModelDrafter, DraftModelState
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter, EagleState
@@ -41,16 +35,15 @@ from mamba_spec_jax.speculative.drafters.fallback import FallbackDrafter
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import Generation, generate
-from mamba_spec_jax.speculative.prompts import init_decode
 from mamba_spec_jax.speculative.protocol import (
     AutoregressiveHead,
     BlockHead,
-    CommitBackend,
     Drafter,
     Progress,
     Proposal,
     SpeculativeModel,
 )
+from mamba_spec_jax.speculative.requests import GenerationOptions, Requests, RowOptions
 from mamba_spec_jax.speculative.sampling import (
     Filters,
     Greedy,
@@ -59,6 +52,7 @@ from mamba_spec_jax.speculative.sampling import (
     TokenChoice,
     draw_keys,
 )
+from mamba_spec_jax.speculative.state import DecodeState, Statistics, Weights
 from mamba_spec_jax.speculative.stop import StopAutomaton, StopConditions, StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
 from mamba_spec_jax.speculative.text import token_bytes
@@ -78,7 +72,7 @@ __all__ = [
     "AcceptResult",
     "AttentionBackend",
     "AttentionInputs",
-    "AutoDepth",
+    "AutoDrafts",
     "AutoregressiveHead",
     "BlockHead",
     "BranchMultipliers",
@@ -89,19 +83,20 @@ __all__ = [
     "DFlashDrafter",
     "DTypePolicy",
     "DecodeState",
-    "DepthPolicy",
+    "Decoder",
     "Device",
     "Draft",
     "DraftModel",
     "DraftModelDrafter",
     "DraftModelState",
+    "DraftPolicy",
     "Drafter",
     "EagleDrafter",
     "EagleState",
     "EagleTreeDrafter",
     "FallbackDrafter",
     "Filters",
-    "FixedDepth",
+    "FixedDrafts",
     "ForwardBatch",
     "ForwardMode",
     "FullAttention",
@@ -110,6 +105,7 @@ __all__ = [
     "GatedDeltaInputs",
     "GatedDeltaWeights",
     "Generation",
+    "GenerationOptions",
     "Greedy",
     "HybridAttnBackend",
     "HybridCache",
@@ -144,6 +140,7 @@ __all__ = [
     "Ring",
     "RingSpec",
     "RotaryScaling",
+    "RowOptions",
     "Sampling",
     "SelectedTree",
     "SharedBlocks",
@@ -163,22 +160,20 @@ __all__ = [
     "StreamEvent",
     "TextGeneration",
     "TokenChoice",
+    "Tree",
     "TreeTopology",
     "VerifyRecord",
+    "Weights",
     "accept",
     "choose_strategy",
-    "decode_steps",
-    "decode_until_finished",
     "draw_keys",
     "generate",
     "generated_texts",
-    "init_decode",
     "load",
     "load_drafter",
     "plan_memory",
     "reset_slots",
     "select_best",
-    "speculative_decode_step",
     "stream",
     "text_stops",
     "token_bytes",

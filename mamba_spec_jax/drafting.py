@@ -17,7 +17,7 @@ from mamba_spec_jax.speculative.drafters.eagle_tree import EagleTreeDrafter
 from mamba_spec_jax.speculative.protocol import AutoregressiveHead, Drafter
 from mamba_spec_jax.text_generation import LoadedDrafter, LoadedModel
 
-_DRAFTS = 4  # tokens a step, where the checkpoint does not say
+DRAFTS = 4  # tokens of a path, where the checkpoint does not say
 
 
 def load_drafter(
@@ -25,7 +25,7 @@ def load_drafter(
     loaded: LoadedModel,
     *,
     max_drafts: int | None = None,
-    tree: int | None = None,
+    depth: int | None = None,
     **options: Any,
 ) -> LoadedDrafter:
     """Loads what drafts for a model that was loaded before, from a folder or the Hugging Face hub.
@@ -34,8 +34,8 @@ def load_drafter(
         name_or_folder: an EAGLE-3, multi-token-prediction or DFlash checkpoint, a smaller language model with the same
             vocabulary, or the target's own checkpoint, where that carries a head for multi-token prediction.
         loaded: the target, from `load`.
-        max_drafts: most tokens a step; by default 4, and for DFlash what its block holds. Of a tree, its levels.
-        tree: nodes of a draft tree, for a head that is run on; None drafts a chain.
+        max_drafts: most tokens a step, of a tree its nodes; by default 4, and for DFlash what its block holds.
+        depth: of a draft tree, for a head that is run on; None drafts a chain.
         **options: revision and local_files_only, as for `load`.
 
     Raises:
@@ -43,34 +43,36 @@ def load_drafter(
             holds, and for a tree of what cannot draft one.
     """
     drafter: Drafter
-    levels = _DRAFTS if max_drafts is None else max_drafts
+    most = DRAFTS if max_drafts is None else max_drafts
     folder = locate(name_or_folder, **options)
     if folder.resolve() == loaded.folder.resolve():
         head, params = load_published_head(folder, loaded.model, loaded.params)
-        drafter = _run_on(head, levels, tree)
+        drafter = _run_on(head, most, depth)
         return LoadedDrafter(drafter, params, loaded.model.with_hidden_layers(drafter.hidden_layers))
     hf = HFConfig(read_json(folder / "config.json"), str(folder / "config.json"))
     if any(hf.values.get("model_type") == family for family in FAMILIES):
         smaller = load(folder, policy=loaded.model.policy, speculative_mode=loaded.model.backend.speculative_mode)
-        if tree is not None:
-            raise ValueError(f"{name_or_folder} holds a language model, which drafts chains: leave tree={tree} out")
-        drafter = DraftModelDrafter(smaller.model, levels)
+        if depth is not None:
+            raise ValueError(
+                f"{name_or_folder} holds a language model, which drafts chains, not trees of depth {depth}"
+            )
+        drafter = DraftModelDrafter(smaller.model, most)
         return LoadedDrafter(drafter, smaller.params, loaded.model)
     found = load_head(folder, loaded.model, loaded.params)
     block, mask = found.block_size, found.mask_token
     if isinstance(found.head, DFlashHead) and block is not None and mask is not None:
-        most = block - 1
-        if tree is not None:
-            raise ValueError(f"{name_or_folder} holds a DFlash head, which drafts chains: leave tree={tree} out")
-        if max_drafts is not None and max_drafts > most:
-            raise ValueError(f"max_drafts is {max_drafts}, but this DFlash head fills blocks of {most} drafts at most")
-        drafter = DFlashDrafter(found.head, most if max_drafts is None else max_drafts, mask, found.passes)
+        fills = block - 1
+        if depth is not None:
+            raise ValueError(f"{name_or_folder} holds a DFlash head, which drafts chains, not trees of depth {depth}")
+        if max_drafts is not None and max_drafts > fills:
+            raise ValueError(f"max_drafts is {max_drafts}, but this DFlash head fills blocks of {fills} drafts at most")
+        drafter = DFlashDrafter(found.head, fills if max_drafts is None else max_drafts, mask, found.passes)
     elif isinstance(found.head, EagleHead):
-        drafter = _run_on(found.head, levels, tree)
+        drafter = _run_on(found.head, most, depth)
     else:
         raise ValueError(f"{name_or_folder} holds a {type(found.head).__name__}, for which there is no drafter")
     return LoadedDrafter(drafter, found.params, loaded.model.with_hidden_layers(drafter.hidden_layers))
 
 
-def _run_on(head: AutoregressiveHead, levels: int, tree: int | None) -> Drafter:
-    return EagleDrafter(head, levels) if tree is None else EagleTreeDrafter(head, tree, depth=levels)
+def _run_on(head: AutoregressiveHead, most: int, depth: int | None) -> Drafter:
+    return EagleDrafter(head, most) if depth is None else EagleTreeDrafter(head, most, depth=depth)

@@ -3,16 +3,16 @@
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.models.chat import ChatTemplate
 from mamba_spec_jax.models.hybrid_lm import HybridModel
-from mamba_spec_jax.speculative.depth import DepthPolicy
 from mamba_spec_jax.speculative.generate import Generation, generate
 from mamba_spec_jax.speculative.protocol import Drafter
+from mamba_spec_jax.speculative.requests import GenerationOptions
 from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
 from mamba_spec_jax.speculative.text import utf8
 
@@ -69,39 +69,22 @@ class LoadedModel:
         self,
         prompts: Prompts,
         *,
-        max_new: int | Sequence[int] = 128,
-        min_new: int | Sequence[int] = 0,
-        temperature: float | Sequence[float] = 0.0,
-        top_k: int | Sequence[int] = 0,
-        top_p: float | Sequence[float] = 1.0,
-        min_p: float | Sequence[float] = 0.0,
-        seeds: int | Sequence[int] = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         drafter: LoadedDrafter | Drafter | None = None,
-        depth: int | str | DepthPolicy | None = None,
-        draft_limit: int | Sequence[int] | None = None,
-        logprobs: bool = False,
-        chunk_steps: int = 16,
         progress: bool | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> TextGeneration:
         """Continues one prompt or several.
 
         Args:
             prompts: a text or the token ids of one, or a list of either. A text becomes tokens as the tokenizer has it,
                 with the special tokens that it adds to texts.
-            max_new: most new tokens; like all options up to `seeds`, one value for all rows or one for each.
-            min_new: tokens before the one that may end a row.
-            temperature: 0 takes the likeliest token, above it tokens are drawn.
-            top_k, top_p, min_p, seeds: of the draws, as for `generate` of this package.
             stop: text that ends a row, or several such; it is not part of the row's text.
             ignore_eos: do not stop at the checkpoint's own end tokens.
             drafter: prompt lookup by default; from `load_drafter`, or a drafter without weights.
-            depth: drafts a step; 0 decodes plainly, "auto" drafts while it pays; the drafter's maximum by default.
-            draft_limit: most drafts a step of each row.
-            logprobs: whether to return each new token's log-probability.
-            chunk_steps: steps between two looks of the host at the rows.
             progress: show progress bars on stderr; None shows them if that is a terminal.
+            **options: such as `max_new`, `temperature` and `num_drafts`: see `GenerationOptions`.
 
         Returns:
             Texts, tokens, reasons and statistics, one entry a row, for a single prompt too.
@@ -115,20 +98,10 @@ class LoadedModel:
             target,
             self.params,
             self._token_ids(prompts),
-            max_new=max_new,
-            min_new=min_new,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seeds=seeds,
             stops=text_stops(tokenizer, target.vocab_size, self._end_tokens(ignore_eos), stops),
-            depth=depth,
-            draft_limit=draft_limit,
-            logprobs=logprobs,
-            chunk_steps=chunk_steps,
             progress=progress,
             **drafting,
+            **options,
         )
         return TextGeneration(**vars(generation), texts=generated_texts(generation, tokenizer, stops))
 
@@ -136,28 +109,18 @@ class LoadedModel:
         self,
         prompts: Prompts,
         *,
-        max_new: int | Sequence[int] = 128,
-        min_new: int | Sequence[int] = 0,
-        temperature: float | Sequence[float] = 0.0,
-        top_k: int | Sequence[int] = 0,
-        top_p: float | Sequence[float] = 1.0,
-        min_p: float | Sequence[float] = 0.0,
-        seeds: int | Sequence[int] = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         drafter: LoadedDrafter | Drafter | None = None,
-        depth: int | str | DepthPolicy | None = None,
-        draft_limit: int | Sequence[int] | None = None,
-        logprobs: bool = False,
-        chunk_steps: int = 16,
         progress: bool | None = False,
+        **options: Unpack[GenerationOptions],
     ) -> Generator[StreamEvent, None, TextGeneration]:
         """Yields the text that `generate` returns, piece by piece as it arrives; arguments as there.
 
         A chat is streamed by `stream(loaded.chat_prompt(messages))`.
 
         Args:
-            prompts: as for `generate`, and so are all others but the last.
+            prompts, stop, ignore_eos, drafter, **options: as for `generate`.
             progress: show a progress bar on stderr while the prompts are read, not after; None if that is a terminal.
 
         Returns:
@@ -172,19 +135,9 @@ class LoadedModel:
             self._tokenizer(),
             stop_strings=_strings(stop),
             eos_ids=self._end_tokens(ignore_eos),
-            max_new=max_new,
-            min_new=min_new,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seeds=seeds,
-            depth=depth,
-            draft_limit=draft_limit,
-            logprobs=logprobs,
-            chunk_steps=chunk_steps,
             progress=progress,
             **drafting,
+            **options,
         )
         return _with_texts(events, len(ids))
 
@@ -192,33 +145,22 @@ class LoadedModel:
         self,
         messages: Messages | Sequence[Messages],
         *,
-        max_new: int | Sequence[int] = 128,
-        min_new: int | Sequence[int] = 0,
-        temperature: float | Sequence[float] = 0.0,
-        top_k: int | Sequence[int] = 0,
-        top_p: float | Sequence[float] = 1.0,
-        min_p: float | Sequence[float] = 0.0,
-        seeds: int | Sequence[int] = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         drafter: LoadedDrafter | Drafter | None = None,
-        depth: int | str | DepthPolicy | None = None,
-        draft_limit: int | Sequence[int] | None = None,
-        logprobs: bool = False,
-        chunk_steps: int = 16,
         progress: bool | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        **options: Any,
     ) -> TextGeneration:
         """Answers one conversation or several.
 
         Args:
             messages: a conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
-            max_new, min_new, temperature, top_k, top_p, min_p, seeds, stop, ignore_eos: as for `generate`.
-            drafter, depth, draft_limit, logprobs, chunk_steps, progress: as for `generate`.
-            add_generation_prompt, tools, **variables: of the template, such as `enable_thinking=False`; see
-                `ChatTemplate.render`.
+            stop, ignore_eos, drafter, progress: as for `generate`.
+            add_generation_prompt, tools: of the template, see `ChatTemplate.render`.
+            **options: those of `GenerationOptions`, as for `generate`; all others are variables of the template, such
+                as `enable_thinking=False`.
 
         Returns:
             As `generate`; `texts` are the answers.
@@ -228,24 +170,15 @@ class LoadedModel:
         """
         several = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping | str)
         conversations: Any = messages if several else [messages]
-        template = {"add_generation_prompt": add_generation_prompt, "tools": tools, **variables}
+        given = {name: options.pop(name) for name in GenerationOptions.__optional_keys__ & options.keys()}
+        template = {"add_generation_prompt": add_generation_prompt, "tools": tools, **options}
         return self.generate(
             [self.chat_prompt(conversation, **template) for conversation in conversations],
-            max_new=max_new,
-            min_new=min_new,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seeds=seeds,
             stop=stop,
             ignore_eos=ignore_eos,
             drafter=drafter,
-            depth=depth,
-            draft_limit=draft_limit,
-            logprobs=logprobs,
-            chunk_steps=chunk_steps,
             progress=progress,
+            **given,
         )
 
     def chat_prompt(self, messages: Messages, **options: Any) -> list[int]:
@@ -293,7 +226,10 @@ class LoadedModel:
         """The target that returns what the drafter reads, and the drafter as `generate` and `stream` take it."""
         if not isinstance(drafter, LoadedDrafter):
             read = () if drafter is None else drafter.hidden_layers
-            return self.model.with_hidden_layers(read or self.model.hidden_layers), {"drafter": drafter}
+            return self.model.with_hidden_layers(read or self.model.hidden_layers), {
+                "drafter": drafter,
+                "drafter_params": None,
+            }
         same = self.model.with_hidden_layers(drafter.target.hidden_layers)
         if drafter.target != same:
             raise ValueError(

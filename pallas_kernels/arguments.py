@@ -133,3 +133,24 @@ def as_int32(op: str, name: str, value: Any) -> jax.Array:
     if array.dtype != jnp.int32:
         raise ValueError(f"{op}: {name} is {array.dtype}, expected int32; cast it with .astype(jnp.int32)")
     return array
+
+
+def check_layer(op: str, layer: Any, layers: int) -> None:
+    """The layer is an index into a pool; where it is known while tracing, it is in range."""
+    if isinstance(layer, jax.Array) and layer.shape == () and layer.dtype == jnp.int32:
+        return
+    if not isinstance(layer, int) or not 0 <= layer < layers:
+        raise ValueError(f"{op}: layer is {layer!r}, expected an integer in 0..{layers - 1}")
+
+
+def check_rows(op: str, batch: int, dtype: Any = jnp.int32, **rows: Any) -> None:
+    """Arrays `[B]`."""
+    for name, row in rows.items():
+        check_shape(op, name, row, (batch,))
+        check_dtype(op, name, row, dtype)
+
+
+def check_dtype(op: str, name: str, array: jax.Array, expected: Any) -> None:
+    """Raises unless the dtype is the expected one."""
+    if array.dtype != expected:
+        raise ValueError(f"{op}: {name} is {array.dtype}, expected {jnp.dtype(expected)}; cast it with .astype")

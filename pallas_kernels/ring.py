@@ -67,7 +67,7 @@ def read_entries(ring: Ring, layer: int | jax.Array, slots: jax.Array, at: jax.A
     return jax.tree.map(lambda leaf: leaf.at[layer, jnp.maximum(slots, 0)[:, None], at].get(mode="clip"), ring.inputs)
 
 
-def read_history(ring: Ring, layer: int, slots: jax.Array) -> Any:
+def read_history(ring: Ring, layer: int | jax.Array, slots: jax.Array) -> Any:
     """The history of each row in one layer, oldest first: a pytree of `[B, Q, *x]`, with anything after its count."""
     in_order = jnp.arange(ring.length, dtype=jnp.int32)[None]
     return read_entries(ring, layer, slots, entries(ring, slots, in_order))

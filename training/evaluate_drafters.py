@@ -59,7 +59,7 @@ def main() -> None:
 
     table: dict[str, dict[str, Any]] = {}
     for method_name, temperature in TEMPERATURES.items():
-        plain = generate(temperature, depth=0)
+        plain = generate(temperature, num_drafts=0)
         for name, (drafter, params) in drafters(loaded, DRAFTS).items():
             generation = generate(temperature, drafter=drafter, drafter_params=params)
             statistics = generation.statistics

@@ -35,7 +35,7 @@ def self_text(path: Path, mix: Mix, rows: int, tokens: int, seed: int) -> np.nda
         prompts = [row[: rng.integers(*PROMPT_TOKENS)].tolist() for row in drawn]
         seeds = [int(s) for s in rng.integers(2**31, size=BATCH)]
         generation = ms.generate(
-            loaded.model, loaded.params, prompts, temperature=temperature, depth=0,
+            loaded.model, loaded.params, prompts, temperature=temperature, num_drafts=0,
             max_new=tokens + 1 - PROMPT_TOKENS[0], seeds=seeds if temperature else 0,
         )  # fmt: skip
         whole = [prompt + list(new) for prompt, new in zip(prompts, generation.tokens, strict=True)]

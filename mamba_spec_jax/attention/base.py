@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Ancestors, Array, Float, Parents, Rows, Tokens, require_array
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths, require_cache
-from mamba_spec_jax.cache.records import VerifyRecord
+from mamba_spec_jax.cache.records import CommitBackend, VerifyRecord
 from mamba_spec_jax.modes import ForwardMode
 from pallas_kernels.tree import ancestor_mask, earlier_parents
 
@@ -102,7 +102,7 @@ class AttentionInputs:
     value: Float[Array, "B T Hkv Dh"]
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(CommitBackend, Protocol):
     """Runs the token mixer of one layer, and commits what a verify pass has recorded."""
 
     @property
@@ -115,12 +115,3 @@ class AttentionBackend(Protocol):
     def forward(
         self, layer_id: int, inputs: Any, cache: HybridCache, record: VerifyRecord | None, batch: ForwardBatch
     ) -> tuple[Array, HybridCache, VerifyRecord | None]: ...
-
-    def update_mamba_state_after_mtp_verify(
-        self,
-        cache: HybridCache,
-        record: VerifyRecord,
-        last_correct_step_indices: Rows,
-        mamba_track_indices: Rows | None = None,
-        mamba_steps_to_track: Rows | None = None,
-    ) -> HybridCache: ...

@@ -13,7 +13,9 @@ from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.cache.pools import LeafSpec
 from mamba_spec_jax.modes import SpeculativeMode
 from pallas_kernels import gated_delta_chunk, gated_delta_update
-from pallas_kernels.gated_delta_update import Tokens, fold, gates
+from pallas_kernels.gated_delta_update.recurrence import GatedDelta as Rule
+from pallas_kernels.gated_delta_update.recurrence import Tokens, gates
+from pallas_kernels.recurrent import steps
 from pallas_kernels.ring import Ring
 
 
@@ -132,4 +134,4 @@ class GatedDelta(Recurrence):
         )
 
     def _fold(self, h0: Array, kept: dict[str, Array], constants: dict[str, Any], counts: Rows) -> Array:
-        return fold(h0, Tokens(**kept), counts)
+        return steps.fold(Rule(1.0), h0, Tokens(**kept), counts)

@@ -5,14 +5,14 @@ from typing import Any
 
 import flax.struct
 
-from mamba_spec_jax.array_types import Array, Rows
+from mamba_spec_jax.array_types import Array
 from mamba_spec_jax.attention.base import AttentionBackend, ForwardBatch
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec
-from mamba_spec_jax.cache.records import VerifyRecord, require_record
+from mamba_spec_jax.cache.records import CommitBackend, VerifyRecord, require_record
 from mamba_spec_jax.modes import ForwardMode, SpeculativeMode
 
 _COMMIT = "update_mamba_state_after_mtp_verify"
-_COMMIT_PARAMETERS = tuple(inspect.signature(getattr(AttentionBackend, _COMMIT)).parameters)[1:]
+_COMMIT_PARAMETERS = tuple(inspect.signature(getattr(CommitBackend, _COMMIT)).parameters)[1:]
 
 
 @flax.struct.dataclass
@@ -82,21 +82,11 @@ class HybridAttnBackend:
         return self.select(batch.mode).forward(layer_id, inputs, cache, record, batch)
 
     def update_mamba_state_after_mtp_verify(
-        self,
-        cache: HybridCache,
-        record: VerifyRecord,
-        last_correct_step_indices: Rows,
-        mamba_track_indices: Rows | None = None,
-        mamba_steps_to_track: Rows | None = None,
-        *,
-        validate: bool = False,
+        self, cache: HybridCache, record: VerifyRecord, *nodes: Any, **options: Any
     ) -> HybridCache:
-        """The commit of the child that verified; see `HybridLinearAttnBackend`. `validate` goes to it if set."""
-        require_record(_COMMIT, record)
-        options: dict[str, Any] = {"validate": True} if validate else {}
-        return self.select(record.spec.mode).update_mamba_state_after_mtp_verify(
-            cache, record, last_correct_step_indices, mamba_track_indices, mamba_steps_to_track, **options
-        )
+        """The commit of the child that verified; arguments as `CommitBackend`'s, and that child's options."""
+        child = self.select(require_record(_COMMIT, record).spec.mode)
+        return child.update_mamba_state_after_mtp_verify(cache, record, *nodes, **options)
 
 
 def _check_commit(name: str, child: object) -> None:

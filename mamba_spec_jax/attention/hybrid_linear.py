@@ -12,7 +12,6 @@ from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.attention.recurrence import Recurrence
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, advance_lengths, gather_lengths, require_cache
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord, require_record
-from mamba_spec_jax.cache.tree import path_to
 from mamba_spec_jax.cache.validation import check_commit
 from mamba_spec_jax.modes import ForwardMode
 from pallas_kernels.order import available_after
@@ -108,7 +107,7 @@ class HybridLinearAttnBackend:
         cache, record = _enter(layer_id, kind, cache, record, batch.mode)
         if isinstance(inputs, AttentionInputs):
             output, kv = self.full.forward(self.full_attn_layers.index(layer_id), inputs, cache.kv, batch)
-            if record is not None and record.parents is not None and layer_id == self.full_attn_layers[-1]:
+            if record is not None and record.tree is not None and layer_id == self.full_attn_layers[-1]:
                 # The commit of a tree moves keys and values, so it has to wait for attention as well.
                 record = dataclasses.replace(record, num_tokens=available_after(record.num_tokens, output))
             return output, dataclasses.replace(cache, kv=kv), record
@@ -176,11 +175,8 @@ class HybridLinearAttnBackend:
         if tracked:
             (track_steps,) = tracked
         pool = self.linear.commit(cache.mamba, record, steps, track_slots, track_steps, validate=validate)
-        kv, counts = cache.kv, steps + 1
-        if record.parents is not None:
-            path = path_to(record.parents, steps, record.parents.shape[1])
-            kv = self.full.commit(kv, record.slots, held, path)
-            counts = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
+        path, counts = record.path_to(steps)
+        kv = cache.kv if record.tree is None else self.full.commit(cache.kv, record.slots, held, path)
         lengths = advance_lengths(cache, record.slots, counts)
         return dataclasses.replace(cache, mamba=pool, kv=kv, lengths=lengths, awaiting_commit=False)
 
@@ -263,4 +259,4 @@ def _indices(name: str, value: Rows, rows: tuple[int, ...]) -> Rows:
 
 def _real_nodes(record: VerifyRecord, held: Rows, nodes: Rows) -> Rows:
     """The nodes that have a real token, else -1; -1 too in rows whose slot has been committed since."""
-    return jnp.where((nodes < record.num_tokens) & (held == record.lengths), jnp.maximum(nodes, -1), -1)
+    return jnp.where((nodes < record.num_tokens) & (held == record.held), jnp.maximum(nodes, -1), -1)

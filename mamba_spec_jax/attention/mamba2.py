@@ -16,8 +16,10 @@ from mamba_spec_jax.cache.pools import LeafSpec
 from mamba_spec_jax.modes import SpeculativeMode
 from pallas_kernels import selective_state_update, ssd_chunk_scan
 from pallas_kernels.arithmetic import alike, fenced
+from pallas_kernels.recurrent import steps
 from pallas_kernels.ring import Ring
-from pallas_kernels.selective_state_update.recurrence import SSMInputs, fold
+from pallas_kernels.selective_state_update.recurrence import Mamba2 as Rule
+from pallas_kernels.selective_state_update.recurrence import SSMInputs
 
 
 @flax.struct.dataclass
@@ -143,4 +145,4 @@ class Mamba2(Recurrence):
         )  # fmt: skip
 
     def _fold(self, h0: Array, kept: dict[str, Array], constants: dict[str, Any], counts: Rows) -> Array:
-        return fold(h0, SSMInputs(**kept, C=None), constants["A"], counts)
+        return steps.fold(Rule(constants["A"]), h0, SSMInputs(**kept), counts)

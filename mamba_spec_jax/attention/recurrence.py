@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from mamba_spec_jax.array_types import Array, Int32, Rows
+from mamba_spec_jax.array_types import Array, Rows
 from mamba_spec_jax.attention.base import ForwardBatch
 from mamba_spec_jax.cache.pools import LeafSpec, MambaPool, PoolSpec, RingSpec, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
-from mamba_spec_jax.cache.tree import path_to
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.modes import CommitStrategy, ReplayRing, SpeculativeMode
 from pallas_kernels import causal_conv1d_update, loops, state_commit
 from pallas_kernels import ring as rings
@@ -117,7 +117,8 @@ class Recurrence(abc.ABC):
                 )
             recurrent = {name: (jnp.zeros(shape, dtype),) * L for name, shape, dtype in spec.ring.constants}
         conv_inputs = jnp.zeros((L, B, T, self.conv_channels), spec.conv_dtype)
-        return VerifyRecord(batch.slots, batch.num_tokens, batch.lengths, recurrent, conv_inputs, owner, batch.parents)
+        tree = None if batch.parents is None or batch.ancestors is None else Tree(batch.parents, batch.ancestors)
+        return VerifyRecord(batch.slots, batch.num_tokens, batch.lengths, recurrent, conv_inputs, owner, tree)
 
     def forward(
         self, index: int, inputs: Any, pool: MambaPool, record: VerifyRecord | None, batch: ForwardBatch
@@ -173,7 +174,7 @@ class Recurrence(abc.ABC):
             record.conv_inputs,
             record.slots,
             steps,
-            parents=record.parents,
+            parents=None if record.tree is None else record.tree.parents,
             track_slots=track_slots,
             track_steps=track_steps,
             implementation=self.implementation,
@@ -186,11 +187,11 @@ class Recurrence(abc.ABC):
         folded = self._folds(ring, record.slots, record.conv_inputs.shape[2])
         if track_slots is not None and track_steps is not None:
             pool, ring = self._track(pool, ring, record, folded, track_slots, track_steps)
-        if record.parents is not None:  # the order may only change once the pass has written its inputs by it
+        if record.tree is not None:  # the order may only change once the pass has written its inputs by it
             written = jax.tree.leaves(ring.inputs)[0][-1, jnp.clip(record.slots, 0, pool.ssm.shape[1] - 1), 0]
             steps = available_after(steps, written)
-        path, counts = _path(record, steps)
-        if record.parents is not None:
+        path, counts = record.path_to(steps)
+        if record.tree is not None:
             ring = rings.accept_path(ring, record.slots, path)
         return dataclasses.replace(pool, ring=rings.extend(ring, record.slots, folded, counts))
 
@@ -243,7 +244,7 @@ class Recurrence(abc.ABC):
     ) -> tuple[MambaPool, Ring]:
         """Writes the states at `track_steps [B]` to `track_slots [B]`, from what the live slots hold."""
         history = rings.rows_of(ring.counts, record.slots)[:, None]
-        path, counts = _path(record, track_steps)
+        path, counts = record.path_to(track_steps)
         # The inputs of a pass follow the history in the ring, whether that pass has folded it or not.
         start = jnp.where(folded[:, None], history, 0)
         offsets = start + jnp.arange(ring.length, dtype=jnp.int32)[None]
@@ -272,12 +273,3 @@ class Recurrence(abc.ABC):
         return dataclasses.replace(
             pool, ssm=loops.fori_loop(jnp.int32(0), jnp.int32(pool.ssm.shape[0]), layer, pool.ssm)
         )
-
-
-def _path(record: VerifyRecord, nodes: Rows) -> tuple[Int32[Array, "B T"], Rows]:
-    """The nodes from the root to `nodes[b]`, then -1 on a tree or anything on a chain; and how many they are."""
-    T = record.conv_inputs.shape[2]
-    if record.parents is None:
-        return jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (nodes.size, T)), nodes + 1
-    path = path_to(record.parents, nodes, T)
-    return path, jnp.sum(path >= 0, axis=1, dtype=jnp.int32)

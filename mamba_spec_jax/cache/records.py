@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Float, Parents, Rows, Tokens, require_array
 from mamba_spec_jax.cache.pools import HybridCache
-from mamba_spec_jax.cache.tree import check_parents
+from mamba_spec_jax.cache.tree import Tree, check_parents
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode
 from pallas_kernels.tree import earlier_parents
 
@@ -21,7 +21,7 @@ class Draft:
 
     Attributes:
         tokens: `[B, T]`; column 0 is the root, the row's last emitted token, not yet in the cache.
-        lengths: `[B]` drafted tokens of each row, 0..T-1, the root not counted; columns past them are ignored. Numbers
+        counts: `[B]` drafted tokens of each row, 0..T-1, the root not counted; columns past them are ignored. Numbers
             out of that range count as the nearest in it.
         slots: `[B]` cache slot of each row, -1 for a padding row.
         probs: `[B, T-1, V]` the distribution each draft was drawn from, or None if drafts were chosen outright. On a
@@ -31,7 +31,7 @@ class Draft:
     """
 
     tokens: Tokens
-    lengths: Rows
+    counts: Rows
     slots: Rows
     probs: Float[jax.Array, "B K V"] | None = None
     parents: Parents | None = None
@@ -39,25 +39,25 @@ class Draft:
     @property
     def num_tokens(self) -> Rows:
         """`[B]` tokens the verify pass reads in each row, root included; 0 for padding rows."""
-        return jnp.where(self.slots >= 0, jnp.clip(self.lengths, 0, self.tokens.shape[1] - 1) + 1, 0)
+        return jnp.where(self.slots >= 0, jnp.clip(self.counts, 0, self.tokens.shape[1] - 1) + 1, 0)
 
     def within(self, vocab_size: int) -> "Draft":
         """The draft without whatever a model of `vocab_size` tokens cannot read, which no acceptance could emit.
 
         A chain ends before its first token outside the vocabulary; in a tree, such a node and all that hangs on it
-        are cut off. Lengths are brought to 0..T-1, and a parent that is not an earlier node becomes -1. The root is
+        are cut off. Counts are brought to 0..T-1, and a parent that is not an earlier node becomes -1. The root is
         left as it is: it is the text's last token, not a draft.
         """
         tokens = jnp.asarray(self.tokens, jnp.int32)
         exists = ((tokens >= 0) & (tokens < vocab_size)).at[:, 0].set(True)
-        lengths = jnp.clip(self.lengths, 0, tokens.shape[1] - 1).astype(jnp.int32)
+        counts = jnp.clip(self.counts, 0, tokens.shape[1] - 1).astype(jnp.int32)
         parents = self.parents
         if parents is None:
             leading = jnp.sum(jnp.cumprod(exists[:, 1:], axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-            lengths = jnp.minimum(lengths, leading)
+            counts = jnp.minimum(counts, leading)
         else:
             parents = jnp.where(exists, earlier_parents(parents), -1)
-        return dataclasses.replace(self, tokens=jnp.where(exists, tokens, 0), lengths=lengths, parents=parents)
+        return dataclasses.replace(self, tokens=jnp.where(exists, tokens, 0), counts=counts, parents=parents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,24 +89,50 @@ class VerifyRecord:
     Attributes:
         slots: `[B]` cache slot of each row, -1 for padding.
         num_tokens: `[B]` tokens that were real in each row; later nodes cannot be committed.
-        lengths: `[B]` tokens that each row's slot held before the pass; the commit leaves a slot that holds another
+        held: `[B]` tokens that each row's slot held before the pass; the commit leaves a slot that holds another
             number alone, since the record is then not of its last pass.
         recurrent: what the strategy keeps. SNAPSHOT: `[L, B, T, H, P, N]` states. REPLAY, which has the inputs in the
             pool's ring: by name, an array of each layer's weights that it takes to fold them.
         conv_inputs: `[L, B, T, C]` raw convolution inputs.
         spec: who made it (static).
-        parents: `[B, T]` of the verified tree, None for a chain.
+        tree: what was verified, None for a chain.
         layers: what has been filled in so far (static): the id of a layer and which of its two kinds of inputs came.
     """
 
     slots: Rows
     num_tokens: Rows
-    lengths: Rows
+    held: Rows
     recurrent: Any
     conv_inputs: Float[jax.Array, "L B T C"]
     spec: RecordSpec = flax.struct.field(pytree_node=False)
-    parents: Parents | None = None
+    tree: Tree | None = None
     layers: tuple[tuple[int, str], ...] = flax.struct.field(pytree_node=False, default=())
+
+    def path_to(self, nodes: Rows) -> tuple[Tokens, Rows]:
+        """`[B, T]` nodes from the root to `nodes[b]`, then -1 on a tree and any node on a chain; and their number."""
+        if self.tree is None:
+            T = self.conv_inputs.shape[2]
+            return jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (nodes.size, T)), nodes + 1
+        path = self.tree.path_to(nodes)
+        return path, jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
+
+
+class CommitBackend(Protocol):
+    """The owner of the post-verify commit."""
+
+    def update_mamba_state_after_mtp_verify(
+        self,
+        cache: HybridCache,
+        record: VerifyRecord,
+        last_correct_step_indices: Rows,
+        mamba_track_indices: Rows | None = None,
+        mamba_steps_to_track: Rows | None = None,
+    ) -> HybridCache:
+        """Brings every row's slot to its accepted path; see `HybridLinearAttnBackend`, whose arguments they are.
+
+        A backend may have further options, by keyword and with a default.
+        """
+        ...
 
 
 @flax.struct.dataclass
@@ -132,7 +158,7 @@ def require_draft(caller: str, draft: Any) -> None:
         raise ValueError(f"{caller} got a draft of type {type(draft).__name__}, expected a Draft")
     require_array(f"{caller} got draft.tokens", draft.tokens, ("B", "T"))
     batch, nodes = draft.tokens.shape
-    require_array(f"{caller} got draft.lengths", draft.lengths, (batch,))
+    require_array(f"{caller} got draft.counts", draft.counts, (batch,))
     require_array(f"{caller} got draft.slots", draft.slots, (batch,))
     if draft.probs is not None:
         require_array(f"{caller} got draft.probs", draft.probs, (batch, nodes - 1, "V"), "float32")

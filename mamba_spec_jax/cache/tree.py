@@ -7,35 +7,46 @@ are its descendants.
 
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_spec_jax.array_types import Int32, Parents, Rows, require_array
-from pallas_kernels.tree import ancestor_mask
+from mamba_spec_jax.array_types import Ancestors, Int32, Parents, Rows, require_array
+from pallas_kernels.tree import ancestor_mask, earlier_parents
 
 
-def depths(parents: Parents) -> Int32[jax.Array, "B T"]:
-    """Edges between each node and its root, 0 at the root."""
-    return jnp.sum(ancestor_mask(parents), axis=-1, dtype=jnp.int32) - 1
+@flax.struct.dataclass
+class Tree:
+    """The trees of one verify pass, one a row, with what follows from their parents computed once.
 
-
-def path_to(parents: Parents, node: Rows, width: int) -> Int32[jax.Array, "B width"]:
-    """The nodes from the root to `node[b]`, then -1; all -1 where there is no such node.
-
-    Args:
-        parents: `[B, T]`.
-        node: `[B]`.
-        width: columns of the result (static); a longer path is truncated.
+    Attributes:
+        parents: `[B, T]` int32, -1 at the root and at detached nodes.
+        ancestors: `[B, T, T]`: `[b, t, j]` whether node j is on the path from the root to node t, t itself included.
     """
-    mask = ancestor_mask(parents)
-    T = mask.shape[-1]
-    nodes = jnp.arange(T, dtype=jnp.int32)
-    exists = (node >= 0) & (node < T)
-    on_path = jnp.take_along_axis(mask, jnp.clip(node, 0, T - 1)[:, None, None], axis=1)[:, 0] & exists[:, None]
-    depth = jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
-    here = on_path[:, None] & (depth[:, None] == jnp.arange(width, dtype=jnp.int32)[None, :, None])  # [B, width, T]
-    return jnp.max(jnp.where(here, nodes[None, None], -1), axis=-1)
+
+    parents: Parents
+    ancestors: Ancestors
+
+    @classmethod
+    def create(cls, parents: Parents) -> "Tree":
+        """Detaches the nodes whose parent is not an earlier one."""
+        return cls(earlier_parents(parents), ancestor_mask(parents))
+
+    @property
+    def depths(self) -> Int32[jax.Array, "B T"]:
+        """Edges between each node and its root, 0 at the root."""
+        return jnp.sum(self.ancestors, axis=-1, dtype=jnp.int32) - 1
+
+    def path_to(self, node: Rows) -> Int32[jax.Array, "B T"]:
+        """The nodes from the root to `node[b]`, then -1; all -1 where there is no such node."""
+        T = self.parents.shape[1]
+        nodes = jnp.arange(T, dtype=jnp.int32)
+        exists = (node >= 0) & (node < T)
+        on_path = jnp.take_along_axis(self.ancestors, jnp.clip(node, 0, T - 1)[:, None, None], axis=1)[:, 0]
+        on_path &= exists[:, None]
+        here = on_path[:, None] & (self.depths[:, None] == nodes[None, :, None])  # [B, depth, node]
+        return jnp.max(jnp.where(here, nodes[None, None], -1), axis=-1)
 
 
 def check_parents(caller: str, parents: Any, shape: tuple[int, ...]) -> None:

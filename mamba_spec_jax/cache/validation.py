@@ -15,7 +15,7 @@ def check_commit(record: VerifyRecord, held: Rows, nodes: dict[str, Rows]) -> No
         held: `[B]` tokens that each row's slot holds now.
         nodes: by argument, `[B]` the nodes to be kept; -1 for none.
     """
-    arrays = (record.slots, record.num_tokens, record.lengths, held, *nodes.values())
+    arrays = (record.slots, record.num_tokens, record.held, held, *nodes.values())
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         raise ValueError(
             "update_mamba_state_after_mtp_verify: validate=True reads values, so it cannot run inside jit; call it "

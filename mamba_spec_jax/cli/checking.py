@@ -18,8 +18,6 @@ from mamba_spec_jax.speculative.protocol import Progress, Proposal
 from mamba_spec_jax.speculative.sampling import TokenChoice
 from mamba_spec_jax.speculative.stop import StopReason
 
-_CHUNK_STEPS = 16
-
 
 @flax.struct.dataclass
 class Script:
@@ -63,7 +61,7 @@ class ScriptedDrafter:
         scripted = jnp.take_along_axis(params.tokens, jnp.clip(columns, 0, last), axis=1)
         return Proposal(
             tokens=jnp.where(params.followed, scripted, found.tokens),
-            lengths=jnp.where(params.followed, num_drafts, found.lengths),
+            counts=jnp.where(params.followed, num_drafts, found.counts),
             state=state,
         )
 
@@ -163,8 +161,8 @@ def _run(
     limit: int, max_new: int,
 ) -> Run:  # fmt: skip
     state, chunks = start_generation(
-        model, params, prompts, max_new=max_new, drafter=drafter, drafter_params=script, draft_limit=limit,
-        logprobs=True, chunk_steps=_CHUNK_STEPS,
+        model, params, prompts, max_new=max_new, drafter=drafter, drafter_params=script, depth_limit=limit,
+        logprobs=True,
     )  # fmt: skip
     for newest, _ in chunks:
         state = newest

@@ -23,7 +23,7 @@ from mamba_spec_jax.cli.options import (
     StrategyOption,
 )
 from mamba_spec_jax.cli.runtime import open_model
-from mamba_spec_jax.drafting import load_drafter
+from mamba_spec_jax.drafting import DRAFTS, load_drafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.stop import StopReason
 from mamba_spec_jax.speculative.stream import StreamEvent
@@ -89,13 +89,14 @@ def generate(
         "temperature": temperature,
         "seeds": seed,
         "stop": stop,
-        "depth": drafts if tree is None else tree,
+        "num_drafts": drafts if tree is None else tree,
         "progress": None,
         **filters,
     }
     if drafter is not None:
         levels = drafts if isinstance(drafts, int) else None
-        options["drafter"] = load_drafter(drafter, loaded, max_drafts=levels, tree=tree)
+        shape = {"max_drafts": levels} if tree is None else {"max_drafts": tree, "depth": levels or DRAFTS}
+        options["drafter"] = load_drafter(drafter, loaded, **shape)
     elif tree is not None:
         options["drafter"] = NgramTreeDrafter(tree)
     start = time.perf_counter()

@@ -9,13 +9,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mamba_spec_jax.cli.prompts import PromptKind, demo_prompts
-from mamba_spec_jax.speculative.decode import DecodeState
-from mamba_spec_jax.speculative.generate import Generation, collect, decode_chunks, resolve_drafting
-from mamba_spec_jax.speculative.prompts import init_decode
+from mamba_spec_jax.speculative.chunks import decode_chunks
+from mamba_spec_jax.speculative.decoder import Decoder
+from mamba_spec_jax.speculative.draft_policy import DraftPolicy
+from mamba_spec_jax.speculative.generate import Generation, collect, resolve_drafting
 from mamba_spec_jax.speculative.sampling import Greedy, Sampling
+from mamba_spec_jax.speculative.state import DecodeState, Weights
 from mamba_spec_jax.text_generation import LoadedModel
-
-_CHUNK_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,47 +123,49 @@ class Bench:
 
     def compare(self, scenario: Scenario, drafts: Sequence[int | str]) -> list[Comparison]:
         """Plain decoding against each number of drafts, in turns, so that a busy machine slows all of them alike."""
-        depths = (0, *drafts)
-        for depth in depths:
-            self._warm_up(scenario, depth)
-        rounds = [[self._run(scenario, depth) for depth in depths] for _ in range(self._repeats)]
+        every = (0, *drafts)
+        for num_drafts in every:
+            self._warm_up(scenario, num_drafts)
+        rounds = [[self._run(scenario, num_drafts) for num_drafts in every] for _ in range(self._repeats)]
         plain, *others = (min(runs, key=lambda run: run.seconds) for runs in zip(*rounds, strict=True))
-        return [Comparison(scenario, depth, plain, other) for depth, other in zip(drafts, others, strict=True)]
+        return [
+            Comparison(scenario, num_drafts, plain, other) for num_drafts, other in zip(drafts, others, strict=True)
+        ]
 
-    def _warm_up(self, scenario: Scenario, depth: int | str) -> None:
-        state = self._prefill(scenario, depth)
-        programs = (state.tokens.shape, type(_method(scenario)), depth)
+    def _warm_up(self, scenario: Scenario, num_drafts: int | str) -> None:
+        state = self._prefill(scenario, num_drafts)
+        programs = (state.tokens.shape, type(_method(scenario)), num_drafts)
         if programs not in self._warm:
-            self._decode(scenario, depth, state)
+            self._decode(scenario, num_drafts, state)
             self._warm.add(programs)
 
-    def _run(self, scenario: Scenario, depth: int | str) -> Timing:
-        state = jax.block_until_ready(self._prefill(scenario, depth))
+    def _run(self, scenario: Scenario, num_drafts: int | str) -> Timing:
+        state = jax.block_until_ready(self._prefill(scenario, num_drafts))
         start = time.perf_counter()
-        state = self._decode(scenario, depth, state)
+        state = self._decode(scenario, num_drafts, state)
         seconds = time.perf_counter() - start
         return Timing(collect(state), seconds)
 
-    def _prefill(self, scenario: Scenario, depth: int | str) -> DecodeState:
+    def _prefill(self, scenario: Scenario, num_drafts: int | str) -> DecodeState:
         prompts = [self._tokenizer.encode(text).ids for text in demo_prompts(scenario.kind, scenario.batch)]
-        drafter, policy = resolve_drafting(None, depth)
-        return init_decode(
-            self._loaded.model,
-            self._loaded.params,
+        decoder, _ = self._decoder(scenario, num_drafts)
+        return decoder.init(
+            Weights(self._loaded.params),
             prompts,
-            drafter=drafter,
-            max_drafts=policy.max_drafts,
             max_new=self._max_new,
             seeds=self._seed if scenario.temperature else 0,
             temperature=scenario.temperature,
         )
 
-    def _decode(self, scenario: Scenario, depth: int | str, state: DecodeState) -> DecodeState:
-        drafter, policy = resolve_drafting(None, depth)
-        model, params = self._loaded.model, self._loaded.params
-        for newest, _ in decode_chunks(model, params, state, drafter, _method(scenario), None, policy, _CHUNK_STEPS):
+    def _decode(self, scenario: Scenario, num_drafts: int | str, state: DecodeState) -> DecodeState:
+        decoder, policy = self._decoder(scenario, num_drafts)
+        for newest, _ in decode_chunks(decoder, Weights(self._loaded.params), state, policy):
             state = newest
         return jax.block_until_ready(state)
+
+    def _decoder(self, scenario: Scenario, num_drafts: int | str) -> tuple[Decoder, DraftPolicy]:
+        drafter, policy = resolve_drafting(None, num_drafts)
+        return Decoder(self._loaded.model, drafter, _method(scenario), policy.max_drafts), policy
 
 
 def _method(scenario: Scenario) -> Greedy | Sampling:

@@ -216,7 +216,7 @@ class HybridModel:
         """
         require_array("decode got tokens", tokens, ("B",))
         require_array("decode got slots", slots, tokens.shape)
-        draft = Draft(tokens=tokens[:, None], lengths=jnp.zeros_like(slots), slots=slots)
+        draft = Draft(tokens=tokens[:, None], counts=jnp.zeros_like(slots), slots=slots)
         output = self.verify(params, draft, cache, kv_len=kv_len, mode=ForwardMode.DECODE)
         cache = self.backend.update_mamba_state_after_mtp_verify(
             output.cache,

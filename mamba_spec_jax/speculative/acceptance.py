@@ -1,6 +1,7 @@
 """Which drafts survive the target's verdict, and the token that follows them. For trees see `tree_acceptance`."""
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ from mamba_spec_jax.array_types import (
     Bool,
     Float,
     Logits,
-    Parents,
     RowFlags,
     Rows,
     Seeds,
@@ -18,7 +18,7 @@ from mamba_spec_jax.array_types import (
     require_array,
 )
 from mamba_spec_jax.cache.records import Draft, require_draft
-from mamba_spec_jax.cache.tree import path_to
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.speculative.rejection import drawn_from, residual
 from mamba_spec_jax.speculative.sampling import (
     Filters,
@@ -67,6 +67,7 @@ def accept(
     logits: Logits,
     draft: Draft,
     *,
+    tree: Tree | None = None,
     seeds: Seeds | None = None,
     positions: Tokens | None = None,
     temperature: Float[Array, "B"] | None = None,
@@ -112,6 +113,7 @@ def accept(
         logits: `[B, T, V]` of the verify pass; node t scores the token after node t. Nodes without a finite maximum
             choose nothing: see `AcceptResult.failed`.
         draft: what was verified; drafts at or past a row's length are never accepted.
+        tree: of a draft with parents, from the record of the verify pass; computed if left out.
         seeds: `[B]` request seeds; `Sampling` only.
         positions: `[B, T]` absolute position of the token emitted at each node, which grows with the node's depth;
             `Sampling` only.
@@ -128,9 +130,14 @@ def accept(
         raise ValueError(f"accept got method {method!r}, expected Greedy() or Sampling()")
     _check_shapes(logits, draft, seeds, positions, temperature, filters, forbidden)
     draft = draft.within(logits.shape[-1])
-    walk, reject = (_walk, _reject) if draft.parents is None else (walk_tree, reject_tree)
+    if draft.parents is None:
+        tree, walk, reject = None, _walk, _reject
+    else:
+        tree = Tree.create(draft.parents) if tree is None else tree
+        walk, reject = functools.partial(walk_tree, tree=tree), reject_tree
     allowed = mask_logits(logits, forbidden)
-    chooses = jnp.isfinite(jnp.max(allowed, axis=-1))
+    # Asked apart: XLA's maximum on a CPU may lose a NaN, depending on what it is fused with.
+    chooses = jnp.isfinite(jnp.max(allowed, axis=-1)) & ~jnp.any(jnp.isnan(allowed), axis=-1)
     if isinstance(method, Greedy):
         best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
         node, last = walk(draft, jnp.where(chooses, best, -1))
@@ -145,7 +152,7 @@ def accept(
         else:
             node, last = reject(draft, log_p, seeds, positions)
     failed = (draft.slots >= 0) & ~jnp.take_along_axis(chooses, node[:, None], axis=1)[:, 0]
-    result = (_emit_chain if draft.parents is None else _emit_path)(draft, node, last, failed)
+    result = _emit_chain(draft, node, last, failed) if tree is None else _emit_path(draft, tree, node, last, failed)
     return dataclasses.replace(result, logprobs=_own_log_probs(logits, result)) if with_logprobs else result
 
 
@@ -158,10 +165,9 @@ def _emit_chain(draft: Draft, accepted: Rows, last: Rows, failed: RowFlags) -> A
     return AcceptResult(jnp.where(emitted, tokens, -1), accept_lens, accept_lens - 1, failed=failed)
 
 
-def _emit_path(draft: Draft, node: Rows, last: Rows, failed: RowFlags) -> AcceptResult:
-    parents: Parents = draft.parents  # type: ignore[assignment]  # a tree has parents
-    above = jnp.take_along_axis(parents, node[:, None], axis=1)[:, 0]
-    path = path_to(parents, jnp.where(draft.slots >= 0, node, -1), draft.tokens.shape[1])
+def _emit_path(draft: Draft, tree: Tree, node: Rows, last: Rows, failed: RowFlags) -> AcceptResult:
+    above = jnp.take_along_axis(tree.parents, node[:, None], axis=1)[:, 0]
+    path = tree.path_to(jnp.where(draft.slots >= 0, node, -1))
     accepted = jnp.take_along_axis(draft.tokens, jnp.maximum(path[:, 1:], 0), axis=1)
     following = jnp.concatenate([accepted, last[:, None]], axis=1)
     columns = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
@@ -205,7 +211,7 @@ def _reject(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) -> tup
 
 
 def _proposed(draft: Draft) -> Bool[Array, "B K"]:
-    return jnp.arange(draft.tokens.shape[1] - 1, dtype=jnp.int32)[None] < draft.lengths[:, None]
+    return jnp.arange(draft.tokens.shape[1] - 1, dtype=jnp.int32)[None] < draft.counts[:, None]
 
 
 def _leading(flags: Bool[Array, "B K"]) -> Rows:

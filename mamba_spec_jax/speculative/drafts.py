@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mamba_spec_jax.array_types import Rows, Tokens, require_array
 from mamba_spec_jax.cache.pools import HybridCache
 from mamba_spec_jax.cache.records import Draft
-from mamba_spec_jax.cache.tree import check_parents, depths
+from mamba_spec_jax.cache.tree import Tree, check_parents
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal, SpeculativeModel
 from mamba_spec_jax.speculative.sampling import TokenChoice
 
@@ -68,7 +68,7 @@ def propose(
     if not isinstance(proposal, Proposal):
         raise ValueError(f"{caller} returned a {type(proposal).__name__}, expected a Proposal")
     require_array(f"{caller} returned tokens", proposal.tokens, (B, num_drafts))
-    require_array(f"{caller} returned lengths", proposal.lengths, (B,))
+    require_array(f"{caller} returned counts", proposal.counts, (B,))
     if proposal.probs is not None:
         vocab = "V" if choose.vocab_size is None else choose.vocab_size
         require_array(f"{caller} returned probs", proposal.probs, (B, num_drafts, vocab), "float32")
@@ -97,14 +97,14 @@ def to_draft(
         vocab_size: V of the target (static).
     """
     tokens = jnp.concatenate([root, proposal.tokens.astype(jnp.int32)], axis=1)
-    lengths = jnp.clip(proposal.lengths, 0, tokens.shape[1] - 1).astype(jnp.int32)
-    draft = Draft(tokens, lengths, slots, proposal.probs, proposal.parents).within(vocab_size)
+    counts = jnp.clip(proposal.counts, 0, tokens.shape[1] - 1).astype(jnp.int32)
+    draft = Draft(tokens, counts, slots, proposal.probs, proposal.parents).within(vocab_size)
     parents, most = draft.parents, jnp.minimum(depth_limit, node_limit)
     if parents is not None:  # a node too deep to be accepted is cut off
-        parents = jnp.where(depths(parents) <= depth_limit[:, None], parents, -1)
+        parents = jnp.where(Tree.create(parents).depths <= depth_limit[:, None], parents, -1)
         most = jnp.where(depth_limit > 0, node_limit, 0)
-    lengths = jnp.where(slots >= 0, jnp.clip(draft.lengths, 0, jnp.maximum(most, 0)), 0)
-    return dataclasses.replace(draft, lengths=lengths, parents=parents)
+    counts = jnp.where(slots >= 0, jnp.clip(draft.counts, 0, jnp.maximum(most, 0)), 0)
+    return dataclasses.replace(draft, counts=counts, parents=parents)
 
 
 def update_drafter(drafter: Drafter, params: Any, state: Any, progress: Progress, *, before: Any) -> Any:

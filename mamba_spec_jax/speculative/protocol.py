@@ -6,22 +6,9 @@ import flax.struct
 
 from mamba_spec_jax.array_types import Array, Hidden, Logits, Parents, Rows, Tokens
 from mamba_spec_jax.cache.pools import HybridCache
-from mamba_spec_jax.cache.records import Draft, ModelOutput, VerifyRecord
+from mamba_spec_jax.cache.records import CommitBackend, Draft, ModelOutput
 from mamba_spec_jax.modes import DTypePolicy, ForwardMode
 from mamba_spec_jax.speculative.sampling import TokenChoice
-
-
-class CommitBackend(Protocol):
-    """The owner of the post-verify commit."""
-
-    def update_mamba_state_after_mtp_verify(
-        self,
-        cache: HybridCache,
-        record: VerifyRecord,
-        last_correct_step_indices: Rows,
-        mamba_track_indices: Rows | None = None,
-        mamba_steps_to_track: Rows | None = None,
-    ) -> HybridCache: ...
 
 
 class SpeculativeModel(Protocol):
@@ -177,8 +164,8 @@ class Proposal:
     """What a drafter suggests.
 
     Attributes:
-        tokens: `[B, K]`; columns at or past the row's length are ignored.
-        lengths: `[B]` 0..K.
+        tokens: `[B, K]`; columns at or past the row's count are ignored.
+        counts: `[B]` 0..K.
         probs: `[B, K, V]` float32 the distribution each token was drawn from, None if it was chosen outright. Noise of
             the draws is independent of the target's: from `draw_keys` with `Purpose.DRAFT`, not from a `TokenChoice`.
             Siblings of a tree have that of their parent, from which they were drawn without replacement.
@@ -188,7 +175,7 @@ class Proposal:
     """
 
     tokens: Tokens
-    lengths: Rows
+    counts: Rows
     state: Any
     probs: Logits | None = None
     parents: Parents | None = None

@@ -86,10 +86,6 @@ class StopConditions:
         automaton = StopAutomaton.empty(vocab_size) if self.automaton is None else self.automaton
         return StopConditions(self.eos_ids, automaton.for_vocabulary(vocab_size))
 
-    def initial_states(self, batch: int) -> Rows:
-        """`[B]` states of the stop strings before any generated token: what the prompt ends with does not count."""
-        return jnp.zeros((batch,), jnp.int32)
-
     def forbidden(self, vocab_size: int, to_come: Rows, depths: Int32[Array, "*B T"]) -> Bool[Array, "B T V"]:
         """End-of-sequence tokens, wherever a row would not have its `min_new` tokens when it ended there.
 

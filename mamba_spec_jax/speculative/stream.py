@@ -3,15 +3,16 @@
 import codecs
 import dataclasses
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import tokenizers
 
-from mamba_spec_jax.speculative.decode import DecodeState
-from mamba_spec_jax.speculative.depth import DepthPolicy
-from mamba_spec_jax.speculative.generate import ChunkReport, Generation, collect, start_generation
+from mamba_spec_jax.speculative.chunks import ChunkReport
+from mamba_spec_jax.speculative.generate import Generation, collect, start_generation
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
+from mamba_spec_jax.speculative.requests import GenerationOptions
+from mamba_spec_jax.speculative.state import DecodeState
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, checked_ids
 from mamba_spec_jax.speculative.text import cut_at_stop, encode_stops, held_back, token_bytes
 
@@ -37,20 +38,10 @@ def stream(
     *,
     stop_strings: Sequence[str] = (),
     eos_ids: Sequence[int] = (),
-    max_new: int | Sequence[int] = 128,
-    min_new: int | Sequence[int] = 0,
-    temperature: float | Sequence[float] = 0.0,
-    top_k: int | Sequence[int] = 0,
-    top_p: float | Sequence[float] = 1.0,
-    min_p: float | Sequence[float] = 0.0,
-    seeds: int | Sequence[int] = 0,
     drafter: Drafter | None = None,
     drafter_params: Any = None,
-    depth: int | str | DepthPolicy | None = None,
-    draft_limit: int | Sequence[int] | None = None,
-    logprobs: bool = False,
-    chunk_steps: int = 16,
     progress: bool | None = False,
+    **options: Unpack[GenerationOptions],
 ) -> Generator[StreamEvent, None, Generation]:
     """Yields text as tokens arrive, a chunk of steps at a time. The prompts are read when it is called.
 
@@ -62,9 +53,9 @@ def stream(
         tokenizer: the model's, with a decoder that `token_bytes` can read.
         stop_strings: text that ends a row; see `text_stops`.
         eos_ids: tokens that end a row.
-        max_new, min_new, temperature, top_k, top_p, min_p, seeds: as for `generate`.
-        drafter, drafter_params, depth, draft_limit, logprobs, chunk_steps: as for `generate`.
+        drafter, drafter_params: as for `generate`.
         progress: show a bar on stderr while the prompts are read; None shows it if that is a terminal.
+        **options: see `GenerationOptions`.
 
     Returns:
         The `Generation`, as the generator's value: `generation = yield from stream(...)`.
@@ -78,21 +69,11 @@ def stream(
         model,
         params,
         prompts,
-        max_new=max_new,
-        min_new=min_new,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seeds=seeds,
-        stops=stops,
         drafter=drafter,
         drafter_params=drafter_params,
-        depth=depth,
-        draft_limit=draft_limit,
-        logprobs=logprobs,
-        chunk_steps=chunk_steps,
+        stops=stops,
         progress=progress,
+        **options,
     )
     texts = [TextAssembler(table, stop_strings, held) for held in np.asarray(state.requests.min_new).tolist()]
     return _events(state, chunks, texts)

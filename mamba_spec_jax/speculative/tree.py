@@ -88,12 +88,12 @@ class SelectedTree:
     Attributes:
         nodes: `[B, T]` the candidate that each node is; the root, candidate 0, first.
         parents: `[B, T]` as a `Draft` wants them.
-        lengths: `[B]` how many nodes besides the root are possible; they come first.
+        counts: `[B]` how many nodes besides the root are possible; they come first.
     """
 
     nodes: Int32[jax.Array, "B T"]
     parents: Parents
-    lengths: Rows
+    counts: Rows
 
 
 def select_best(joint_log_probs: Float[Array, "B N"], parents: Int32[Array, "B N"], T: int) -> SelectedTree:
@@ -128,6 +128,6 @@ def select_best(joint_log_probs: Float[Array, "B N"], parents: Int32[Array, "B N
     wanted = jnp.take_along_axis(earlier_parents(parents), nodes, axis=1)
     matches = wanted[:, :, None] == nodes[:, None]  # [B, T, T]
     place = jnp.argmax(matches, axis=-1).astype(jnp.int32)
-    lengths = jnp.sum(possible, axis=1, dtype=jnp.int32) - 1
-    real = jnp.arange(T, dtype=jnp.int32)[None] <= lengths[:, None]
-    return SelectedTree(nodes, jnp.where(real & jnp.any(matches, axis=-1), place, -1), lengths)
+    counts = jnp.sum(possible, axis=1, dtype=jnp.int32) - 1
+    real = jnp.arange(T, dtype=jnp.int32)[None] <= counts[:, None]
+    return SelectedTree(nodes, jnp.where(real & jnp.any(matches, axis=-1), place, -1), counts)

@@ -5,18 +5,20 @@ import jax.numpy as jnp
 
 from mamba_spec_jax.array_types import Array, Bool, Float, Logits, Parents, Rows, Seeds, Tokens
 from mamba_spec_jax.cache.records import Draft
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.speculative.rejection import drawn_from, normalised, residual, without
 from mamba_spec_jax.speculative.sampling import Purpose, draw_keys, draw_tokens, draw_uniforms
 from pallas_kernels import loops
-from pallas_kernels.tree import ancestor_mask, earlier_parents
+from pallas_kernels.tree import earlier_parents
 
 
-def walk_tree(draft: Draft, targets: Tokens) -> tuple[Rows, Rows]:
+def walk_tree(draft: Draft, targets: Tokens, tree: Tree) -> tuple[Rows, Rows]:
     """Goes from the root to the child that carries the target's own token, for as long as there is one.
 
     Args:
         draft: with `parents`.
         targets: `[B, T]` the token that the target chooses after each node, -1 where it cannot choose one.
+        tree: of those parents; further nodes may be detached in the draft.
 
     Returns:
         `[B]` the last node reached, and the `[B]` target's token after it.
@@ -26,7 +28,7 @@ def walk_tree(draft: Draft, targets: Tokens) -> tuple[Rows, Rows]:
     right = _candidates(draft, parents) & (draft.tokens == wanted)
     right = right.at[:, 0].set(True)
     # A node is reached if its whole path is right. At most one child of a node is, so these nodes are one path.
-    reached = ~jnp.any(ancestor_mask(parents) & ~right[:, None], axis=-1)
+    reached = ~jnp.any(tree.ancestors & ~right[:, None], axis=-1)
     nodes = jnp.arange(parents.shape[1], dtype=jnp.int32)
     node = jnp.max(jnp.where(reached, nodes, 0), axis=1)
     return node, jnp.take_along_axis(targets, node[:, None], axis=1)[:, 0]
@@ -89,7 +91,7 @@ def reject_tree(draft: Draft, log_p: Logits, seeds: Seeds, positions: Tokens) ->
 def _candidates(draft: Draft, parents: Parents) -> Bool[Array, "B T"]:
     """The nodes that may be accepted: drafted, and the first of their siblings with their token."""
     nodes = jnp.arange(parents.shape[1], dtype=jnp.int32)
-    usable = (nodes[None] <= draft.lengths[:, None]) & (parents >= 0)
+    usable = (nodes[None] <= draft.counts[:, None]) & (parents >= 0)
     earlier = (nodes[:, None] > nodes[None])[None]
     siblings = (parents[:, :, None] == parents[:, None]) & earlier  # [B, T, T]
     repeated = siblings & (draft.tokens[:, :, None] == draft.tokens[:, None]) & usable[:, None]

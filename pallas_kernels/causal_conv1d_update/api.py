@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.arguments import check_parents, check_shape
+from pallas_kernels.arguments import check_dtype, check_layer, check_parents, check_rows, check_shape
 from pallas_kernels.causal_conv1d_update import reference, triton
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.selective_state_update.arguments import check_dtype, check_layer, check_row_values
 from pallas_kernels.tree import earlier_parents
 
 _OP = "causal_conv1d_update"
@@ -91,7 +90,7 @@ def causal_conv1d_update(
     if bias is not None:
         check_shape(_OP, "bias", bias, (channels,))
     check_layer(_OP, layer, conv_state.shape[0])
-    check_row_values(_OP, batch, slots=slots)
+    check_rows(_OP, batch, slots=slots)
     if conv_inputs is not None:
         check_shape(_OP, "conv_inputs", conv_inputs, (conv_state.shape[0], batch, tokens, channels))
         check_dtype(_OP, "conv_inputs", conv_inputs, conv_state.dtype)
@@ -102,7 +101,7 @@ def causal_conv1d_update(
         if conv_inputs is None:
             raise ValueError(f"{_OP}: a tree has no last window to write; pass conv_inputs with parents")
     if num_tokens is not None:
-        check_row_values(_OP, batch, num_tokens=num_tokens)
+        check_rows(_OP, batch, num_tokens=num_tokens)
     options: dict[str, Any] = {
         "layer": layer,
         "slots": slots,

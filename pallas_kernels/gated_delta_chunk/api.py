@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import check_layer, check_rows
 from pallas_kernels.entries import inside
-from pallas_kernels.gated_delta_chunk import reference
-from pallas_kernels.gated_delta_update.arguments import check_rows, check_state, check_tokens
-from pallas_kernels.gated_delta_update.recurrence import Tokens
-from pallas_kernels.gated_delta_update.reference import only_first, read_states, write_states
+from pallas_kernels.gated_delta_update.recurrence import GatedDelta, Tokens, layout
+from pallas_kernels.recurrent.arguments import check_inputs
+from pallas_kernels.recurrent.chunks import chunk_scan
+from pallas_kernels.recurrent.reference import only_first, read_states, write_states
 
 _OP = "gated_delta_chunk"
 
@@ -49,8 +50,8 @@ def gated_delta_chunk(
     Hatamizadeh 2024; argument names as flash-linear-attention's `chunk_gated_delta_rule`.
     """
     tokens = Tokens(k=k, v=v, g=g, beta=beta, q=q)
-    check_state(_OP, state, layer)
-    batch, _ = check_tokens(_OP, state, tokens)
+    batch, _ = check_inputs(_OP, layout(_OP, state, per_channel=g.ndim == 4), state, tokens)
+    check_layer(_OP, layer, state.shape[0])
     check_rows(_OP, batch, slots=slots, num_tokens=num_tokens)
     if chunk_size is None:
         chunk_size = _CHUNK_PER_CHANNEL if g.ndim == 4 else _CHUNK
@@ -58,8 +59,7 @@ def gated_delta_chunk(
         raise ValueError(f"{_OP}: chunk_size is {chunk_size}, expected 1 at least")
     if v.size == 0 or state.size == 0:
         return v, state
-    valid = inside(slots, state.shape[1])
-    tokens = only_first(tokens, jnp.where(valid, num_tokens, 0))
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
-    o, after = reference.chunk_scan(read_states(state, layer, slots), tokens, scale, chunk_size)
-    return o.astype(v.dtype), write_states(state, layer, slots, valid, after)
+    tokens = only_first(tokens, jnp.where(inside(slots, state.shape[1]), num_tokens, 0))
+    rule = GatedDelta(k.shape[-1] ** -0.5 if scale is None else scale)
+    o, after = chunk_scan(rule, read_states(state, layer, slots), tokens, chunk_size)
+    return o.astype(v.dtype), write_states(state, layer, slots, after)

@@ -1,7 +1,6 @@
 """The gated delta rule (GDN and KDA) over a few tokens of many rows: decoding, verifying, folding a ring."""
 
 from pallas_kernels.gated_delta_update.api import fold_history, gated_delta_update
-from pallas_kernels.gated_delta_update.arguments import DeltaUpdate
-from pallas_kernels.gated_delta_update.recurrence import Tokens, advance, fold, gates, prepared
+from pallas_kernels.gated_delta_update.recurrence import gates
 
-__all__ = ["DeltaUpdate", "Tokens", "advance", "fold", "fold_history", "gated_delta_update", "gates", "prepared"]
+__all__ = ["fold_history", "gated_delta_update", "gates"]

@@ -2,16 +2,15 @@
 
 import jax
 
-from pallas_kernels import dispatch
-from pallas_kernels.arguments import check_parents
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gated_delta_update import arguments, reference, triton, triton_chunk
-from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold, Form
-from pallas_kernels.gated_delta_update.recurrence import Tokens
-from pallas_kernels.ring import Ring, rows_of
-from pallas_kernels.tree import earlier_parents
+from pallas_kernels.gated_delta_update import triton, triton_chunk
+from pallas_kernels.gated_delta_update.recurrence import GatedDelta, Tokens, layout
+from pallas_kernels.recurrent import api
+from pallas_kernels.recurrent.arguments import Form, StateUpdate, checked_fold, checked_pass
+from pallas_kernels.ring import Ring
 
 _OP = "gated_delta_update"
+_KERNELS: api.Kernels = {"step": triton, "chunk": triton_chunk}
 
 
 def gated_delta_update(
@@ -34,7 +33,7 @@ def gated_delta_update(
     form: Form = "step",
     implementation: Implementation | None = None,
     interpret: bool = False,
-) -> DeltaUpdate:
+) -> StateUpdate:
     """The gated delta rule over T tokens of each row, from the states in one layer of a pool.
 
         S' = S_{t-1} diag(exp(g_t)),   u_t = beta_t (v_t - S' k_t),   S_t = S' + u_t k_t^T,   o_t = S_t q_t
@@ -81,7 +80,8 @@ def gated_delta_update(
         interpret: run the named GPU kernel in the interpreter, for tests.
 
     Returns:
-        DeltaUpdate(o, state, snapshots, ring).
+        StateUpdate(y, state, snapshots, ring), y `[B, T, Hv, V]` in v's dtype, 0 for tokens past `num_tokens` and for
+        rows without a slot.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit.
@@ -90,39 +90,30 @@ def gated_delta_update(
     Source: Yang, Kautz and Hatamizadeh 2024, equation 10; argument names as flash-linear-attention's
     `fused_recurrent_gated_delta_rule`; replay as TensorRT-LLM's and FlashInfer's checkpointed update.
     """
-    tokens = Tokens(k=k, v=v, g=g, beta=beta, q=q)
-    arguments.check_state(_OP, state, layer)
-    arguments.check_form(_OP, form)
-    B, T = arguments.check_tokens(_OP, state, tokens)
-    arguments.check_rows(_OP, B, slots=slots, num_tokens=num_tokens)
-    call = Call(
-        state=state,
-        tokens=tokens,
+    call = checked_pass(
+        _OP,
+        layout(_OP, state, per_channel=g.ndim == 4),
+        state,
+        Tokens(k=k, v=v, g=g, beta=beta, q=q),
+        layer=layer,
         slots=slots,
         num_tokens=num_tokens,
-        layer=layer,
-        scale=k.shape[-1] ** -0.5 if scale is None else scale,
-        advance=snapshots is None and ring is None and not disable_state_update,
         snapshots=snapshots,
         ring=ring,
         fold=fold,
-        parents=None if parents is None else earlier_parents(check_parents(_OP, parents, B, T)),
+        disable_state_update=disable_state_update,
+        parents=parents,
         form=form,
     )
-    arguments.check_kept(_OP, call, disable_state_update)
-    choice = dispatch.resolve(_OP, implementation, interpret)
-    if v.size == 0 or state.size == 0:
-        return DeltaUpdate(v, state, snapshots, ring)
-    if choice.implementation == "triton":
-        return (triton if form == "step" else triton_chunk).update(call, interpret=interpret)
-    return reference.update(call)
+    rule = GatedDelta(k.shape[-1] ** -0.5 if scale is None else scale)
+    return api.update(_OP, rule, call, _KERNELS, implementation, interpret)
 
 
 def fold_history(
     state: jax.Array,
     ring: Ring,
     *,
-    layer: int,
+    layer: int | jax.Array,
     slots: jax.Array,
     num_tokens: jax.Array | None = None,
     to_slots: jax.Array | None = None,
@@ -141,7 +132,7 @@ def fold_history(
     Args:
         state: `[L, S, Hv, V, K]`, the pool; donate it.
         ring: as of `gated_delta_update`.
-        layer: which layer of pool and ring (static).
+        layer: which layer of pool and ring: an int, or an int32 scalar.
         slots: `[B]` int32.
         num_tokens: `[B]` int32, 0..Q, inputs that were only just written included; the counts by default.
         to_slots: `[B]` int32; slots by default.
@@ -154,17 +145,17 @@ def fold_history(
         ValueError: shapes, dtypes or options that do not fit.
         NotImplementedError: a named implementation that the device cannot run.
     """
-    arguments.check_state(_OP, state, layer)
-    arguments.check_form(_OP, form)
-    arguments.check_ring(_OP, state, ring)
-    arguments.check_rows(_OP, slots.size, slots=slots)
-    num_tokens = rows_of(ring.counts, slots) if num_tokens is None else num_tokens
-    to_slots = slots if to_slots is None else to_slots
-    arguments.check_rows(_OP, slots.size, num_tokens=num_tokens, to_slots=to_slots)
-    call = Fold(state, ring, slots, to_slots, num_tokens, layer, form)
-    choice = dispatch.resolve(_OP, implementation, interpret)
-    if slots.size == 0 or state.size == 0:
-        return state
-    if choice.implementation == "triton":
-        return (triton if form == "step" else triton_chunk).fold_history(call, interpret=interpret)
-    return reference.fold_history(call)
+    per_channel = isinstance(ring.inputs, dict) and "g" in ring.inputs and ring.inputs["g"].ndim == 5
+    call = checked_fold(
+        _OP,
+        layout(_OP, state, per_channel=per_channel),
+        state,
+        ring,
+        Tokens,
+        layer=layer,
+        slots=slots,
+        num_tokens=num_tokens,
+        to_slots=to_slots,
+        form=form,
+    )
+    return api.fold_history(_OP, GatedDelta(1.0), call, _KERNELS, implementation, interpret)

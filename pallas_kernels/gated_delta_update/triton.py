@@ -16,13 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold
-from pallas_kernels.gated_delta_update.operands import launch_fold, launch_update, writes_state
-from pallas_kernels.gated_delta_update.recurrence import Tokens
+from pallas_kernels.gated_delta_update.operands import launch_fold, launch_update, stored_count, writes_state
+from pallas_kernels.gated_delta_update.recurrence import GatedDelta, Tokens
 from pallas_kernels.gated_delta_update.tile import (
     Tile,
     block_rows,
@@ -38,18 +36,19 @@ from pallas_kernels.gated_delta_update.tile import (
 )
 from pallas_kernels.history import History
 from pallas_kernels.launch import fitting_warps
+from pallas_kernels.recurrent.arguments import Fold, Pass, StateUpdate
 from pallas_kernels.tree import ancestor_mask
 
 _MOST_WARPS = 4
 
 
-def update(call: Call, *, interpret: bool) -> DeltaUpdate:
+def update(rule: GatedDelta, call: Pass, *, interpret: bool) -> StateUpdate:
     """The step form, on chains and trees."""
-    (_, S, _, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
-    (T, Hk), rows = call.tokens.k.shape[1:3], block_rows(V, dtype)
+    (_, S, _, V, _), dtype = call.state.shape, call.state.dtype
+    (T, Hk), rows = call.inputs.k.shape[1:3], block_rows(V, dtype)
 
     def gated_delta_update_kernel(reads, o_ref, buffers):
-        state_ref = buffers.state if writes_state(call) else reads.state
+        state_ref, layer = buffers.state if writes_state(call) else reads.state, reads.layer[0]
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
         slot, valid = slot_of(reads.slots, b, S)
         count = jnp.where(valid, jnp.clip(reads.num_tokens[b], 0, T), 0)
@@ -66,13 +65,13 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
             tree = reads.visible is not None
             before = _up_to(tile, t, reads.visible, reads.tokens, b, state, dtype) if tree else state
             after = step(before, token)
-            store_output(tile, o_ref, (b, t), output(after, token, call.scale))
+            store_output(tile, o_ref, (b, t), output(after, token, rule.scale))
             if call.snapshots is not None:
                 store_state(tile, buffers.snapshots, (layer, b, t), after)
             return state if tree else _rounded(after, dtype)
 
         state = lax.fori_loop(0, count, advance, state)
-        if call.advance:
+        if call.writes_state:
             pl.when(count > 0)(lambda: store_state(tile, state_ref, (layer, slot), state))
         nothing = jnp.zeros(rows, jnp.float32)
         lax.fori_loop(count, T, lambda t, _: store_output(tile, o_ref, (b, t), nothing), None)
@@ -82,15 +81,15 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     return launch_update(gated_delta_update_kernel, call, visible, **launched)
 
 
-def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
+def fold_history(rule: GatedDelta, call: Fold, *, interpret: bool) -> jax.Array:
     """The pool with the states after the first inputs of each row's ring, with `update`'s bits."""
-    (_, S, _, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
+    (_, S, _, V, _), dtype = call.state.shape, call.state.dtype
     Hk = call.ring.inputs["k"].shape[3]
 
     def gated_delta_fold_kernel(reads, _, buffers):
-        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
+        layer, b, tile = reads.layer[0], pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
         (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
-        count = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, call.ring.length), 0)
+        count = jnp.where(valid & has_target, jnp.clip(stored_count(reads, b, slot), 0, call.ring.length), 0)
         state = load_state(tile, buffers.state, (layer, slot), where=valid & has_target)
         state = _replay(tile, state, reads.kept, layer, History(reads.order, slot, reads.starts[slot], count), dtype)
         pl.when(valid & has_target)(lambda: store_state(tile, buffers.state, (layer, to_slot), state))

@@ -16,18 +16,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.chunked import SIDE, dot, grid, visible_tokens
 from pallas_kernels.compat import triton
-from pallas_kernels.gated_delta_update.arguments import Call, DeltaUpdate, Fold
 from pallas_kernels.gated_delta_update.chunk_tile import Products, State, Window, decay_of
-from pallas_kernels.gated_delta_update.operands import launch_fold, launch_update, writes_state
-from pallas_kernels.gated_delta_update.recurrence import Tokens
+from pallas_kernels.gated_delta_update.operands import launch_fold, launch_update, stored_count, writes_state
+from pallas_kernels.gated_delta_update.recurrence import GatedDelta, Tokens
 from pallas_kernels.gated_delta_update.tile import Tile, cut, load_stored, slot_of, store_state
 from pallas_kernels.history import History
+from pallas_kernels.recurrent.arguments import Fold, Pass, StateUpdate
 from pallas_kernels.selection import finite, selected
 from pallas_kernels.tree import ancestor_mask
 
@@ -35,14 +34,14 @@ _ROWS, _COLUMNS = 32, 64  # of V, and of K in one part
 NUM_WARPS = 4
 
 
-def update(call: Call, *, interpret: bool) -> DeltaUpdate:
+def update(rule: GatedDelta, call: Pass, *, interpret: bool) -> StateUpdate:
     """The chunked form, on chains and trees."""
-    (_, S, _, V, _), layer = call.state.shape, np.int32(call.layer)
-    T, Hk = call.tokens.k.shape[1:3]
+    _, S, _, V, _ = call.state.shape
+    T, Hk = call.inputs.k.shape[1:3]
     padded = max(SIDE, pl.next_power_of_2(T))
 
     def gated_delta_update_chunk_kernel(reads, o_ref, buffers):
-        state_ref = buffers.state if writes_state(call) else reads.state
+        state_ref, layer = buffers.state if writes_state(call) else reads.state, reads.layer[0]
         b, parts = pl.program_id(2), _parts(call.state, Hk)
         slot, valid = slot_of(reads.slots, b, S)
         t = jnp.arange(padded, dtype=jnp.int32)
@@ -63,7 +62,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
         updates = _updates(window, keys)
         # Scores of 0 do not take back what is not finite: it is left out, and the tokens that see it are NaN.
         scores = jnp.where(queries.scores != 0, queries.scores + jnp.sum(updates * 0, axis=1)[None, :], 0)
-        o = (queries.carried + dot(scores, finite(updates))) * (call.scale * queries.unit)[:, None]
+        o = (queries.carried + dot(scores, finite(updates))) * (rule.scale * queries.unit)[:, None]
         o = jnp.where(window.exist[:, None], o, 0)
         at = o_ref.at[b, t[:, None], parts[0].head, parts[0].rows[None, :]]
         triton.store(at, o.astype(o_ref.dtype), mask=grid(t < T, parts[0].has_row))
@@ -73,7 +72,7 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
 
         if call.snapshots is not None:
             lax.fori_loop(0, count, lambda i, _: keep(buffers.snapshots, (layer, b, i), i), None)
-        if call.advance:
+        if call.writes_state:
             pl.when(count > 0)(lambda: keep(state_ref, (layer, slot), padded - 1))
 
     visible = None if call.parents is None else ancestor_mask(call.parents).astype(jnp.int32)
@@ -81,15 +80,15 @@ def update(call: Call, *, interpret: bool) -> DeltaUpdate:
     return launch_update(gated_delta_update_chunk_kernel, call, visible, **launched)
 
 
-def fold_history(call: Fold, *, interpret: bool) -> jax.Array:
+def fold_history(rule: GatedDelta, call: Fold, *, interpret: bool) -> jax.Array:
     """The pool with the states after the first inputs of each row's ring, with `update`'s bits."""
-    (_, S, _, V, _), layer = call.state.shape, np.int32(call.layer)
+    _, S, _, V, _ = call.state.shape
     Hk = call.ring.inputs["k"].shape[3]
 
     def gated_delta_fold_chunk_kernel(reads, _, buffers):
-        b, parts = pl.program_id(2), _parts(call.state, Hk)
+        layer, b, parts = reads.layer[0], pl.program_id(2), _parts(call.state, Hk)
         (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
-        size = jnp.where(valid & has_target, jnp.clip(reads.num_tokens[b], 0, call.ring.length), 0)
+        size = jnp.where(valid & has_target, jnp.clip(stored_count(reads, b, slot), 0, call.ring.length), 0)
         history = History(reads.order, slot, reads.starts[slot], size)
         start = _load(parts, buffers.state, (layer, slot), valid & has_target)
         state = _replay(parts, start, reads.kept, layer, history)

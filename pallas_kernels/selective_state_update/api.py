@@ -1,20 +1,16 @@
 """The user functions of the op: checks, then one implementation."""
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels import dispatch
-from pallas_kernels.arguments import check_parents, check_shape
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.recurrent import api
+from pallas_kernels.recurrent.arguments import Form, StateUpdate, checked_fold, checked_pass
 from pallas_kernels.ring import Ring
-from pallas_kernels.selective_state_update import arguments, reference, triton, triton_chunk
-from pallas_kernels.selective_state_update.arguments import Form, StateUpdate
-from pallas_kernels.selective_state_update.recurrence import SSMInputs
-from pallas_kernels.tree import earlier_parents
+from pallas_kernels.selective_state_update import triton, triton_chunk
+from pallas_kernels.selective_state_update.recurrence import Mamba2, SSMInputs, layout
 
 _OP = "selective_state_update"
+_KERNELS: api.Kernels = {"step": triton, "chunk": triton_chunk}
 
 
 def selective_state_update(
@@ -90,35 +86,23 @@ def selective_state_update(
 
     Source: Dao and Gu 2024, "Transformers are SSMs"; replay as TensorRT-LLM's and FlashInfer's checkpointed update.
     """
-    inputs = SSMInputs(x, dt, B, C)
-    arguments.check_state(_OP, state)
-    arguments.check_layer(_OP, layer, state.shape[0])
-    arguments.check_form(_OP, form)
-    batch, tokens = arguments.check_inputs(_OP, state, inputs, A, D)
-    arguments.check_row_values(_OP, batch, slots=slots)
-    _check_kept(state, inputs, snapshots, ring, fold, disable_state_update)
-    writes_state = snapshots is None and ring is None and not disable_state_update
-    if parents is not None:
-        parents = earlier_parents(check_parents(_OP, parents, batch, tokens))
-        if writes_state:
-            raise ValueError(
-                f"{_OP}: a tree has no last state to write; pass snapshots, ring or disable_state_update with parents"
-            )
-    options: dict[str, Any] = {
-        "layer": layer,
-        "slots": slots,
-        "snapshots": snapshots,
-        "ring": ring,
-        "fold": fold,
-        "writes_state": writes_state,
-    }
-    choice = dispatch.resolve(_OP, implementation, interpret)
-    if x.size == 0:
-        return StateUpdate(x, state, snapshots, ring)
-    if choice.implementation == "triton":
-        update = triton.update if form == "step" else triton_chunk.update
-        return update(state, inputs, A, D, **options, parents=parents, interpret=interpret)
-    return reference.update(state, inputs, A, D, **options, parents=parents, form=form)
+    rule = Mamba2(A, D)
+    call = checked_pass(
+        _OP,
+        layout(_OP, state, rule),
+        state,
+        SSMInputs(x, dt, B, C),
+        layer=layer,
+        slots=slots,
+        num_tokens=None,
+        snapshots=snapshots,
+        ring=ring,
+        fold=fold,
+        disable_state_update=disable_state_update,
+        parents=parents,
+        form=form,
+    )
+    return api.update(_OP, rule, call, _KERNELS, implementation, interpret)
 
 
 def fold_history(
@@ -126,7 +110,7 @@ def fold_history(
     ring: Ring,
     A: jax.Array,
     *,
-    layer: int,
+    layer: int | jax.Array,
     slots: jax.Array,
     num_tokens: jax.Array | None = None,
     to_slots: jax.Array | None = None,
@@ -146,7 +130,7 @@ def fold_history(
         state: `[L, S, H, P, N]`, the pool; donate it.
         ring: as of `selective_state_update`.
         A: `[H]` float32, the layer's.
-        layer: which layer of pool and ring (static).
+        layer: which layer of pool and ring: an int, or an int32 scalar.
         slots: `[B]` int32.
         num_tokens: `[B]` int32, 0..Q, inputs that were only just written included; the counts by default.
         to_slots: `[B]` int32; slots by default.
@@ -159,46 +143,17 @@ def fold_history(
         ValueError: shapes, dtypes or options that do not fit.
         NotImplementedError: a named implementation that the device cannot run.
     """
-    arguments.check_state(_OP, state)
-    arguments.check_layer(_OP, layer, state.shape[0])
-    arguments.check_form(_OP, form)
-    arguments.check_ring(_OP, state, ring)
-    arguments.check_heads(_OP, state.shape[2], A=A)
-    arguments.check_row_values(_OP, slots.size, slots=slots)
-    to_slots = slots if to_slots is None else to_slots
-    arguments.check_row_values(_OP, slots.size, to_slots=to_slots)
-    if num_tokens is not None:
-        arguments.check_row_values(_OP, slots.size, num_tokens=num_tokens)
-    options: dict[str, Any] = {"layer": layer, "slots": slots, "to_slots": to_slots, "num_tokens": num_tokens}
-    choice = dispatch.resolve(_OP, implementation, interpret)
-    if slots.size == 0:
-        return state
-    if choice.implementation == "triton":
-        fold = triton.fold_history if form == "step" else triton_chunk.fold_history
-        return fold(state, ring, A, **options, interpret=interpret)
-    return reference.fold_history(state, ring, A, **options, form=form)
-
-
-def _check_kept(
-    state: jax.Array,
-    inputs: SSMInputs,
-    snapshots: jax.Array | None,
-    ring: Ring | None,
-    fold: Any,
-    disable_state_update: bool,
-) -> None:
-    """A pass writes one of state, snapshots and ring, and its shape fits."""
-    kept = {"snapshots": snapshots is not None, "ring": ring is not None, "disable_state_update": disable_state_update}
-    if sum(kept.values()) > 1:
-        named = " and ".join(name for name, given in kept.items() if given)
-        raise ValueError(f"{_OP}: {named} are given; expected one of them at most, as they exclude each other")
-    if (ring is None) != (fold is None):
-        raise ValueError(f"{_OP}: {'ring' if ring is None else 'fold'} is None; pass ring and fold together")
-    batch, tokens = inputs.x.shape[:2]
-    if snapshots is not None:
-        check_shape(_OP, "snapshots", snapshots, (state.shape[0], batch, tokens, *state.shape[2:]))
-        arguments.check_dtype(_OP, "snapshots", snapshots, state.dtype)
-    if ring is not None:
-        arguments.check_ring(_OP, state, ring)
-        arguments.check_kept(_OP, ring, inputs)
-        arguments.check_row_values(_OP, batch, jnp.bool_, fold=fold)
+    rule = Mamba2(A)
+    call = checked_fold(
+        _OP,
+        layout(_OP, state, rule),
+        state,
+        ring,
+        SSMInputs,
+        layer=layer,
+        slots=slots,
+        num_tokens=num_tokens,
+        to_slots=to_slots,
+        form=form,
+    )
+    return api.fold_history(_OP, rule, call, _KERNELS, implementation, interpret)

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import THREADS, fitting_warps, launch
-from pallas_kernels.ring import Ring
-from pallas_kernels.selective_state_update.arguments import StateUpdate
-from pallas_kernels.selective_state_update.recurrence import SSMInputs
+from pallas_kernels.recurrent.arguments import Fold, Pass, StateUpdate
 from pallas_kernels.tree import ancestor_mask
 
 _ROWS = 32  # of P a program: fewer would read B and C too often, more would need more registers than there are
@@ -79,30 +77,18 @@ class Blocks(NamedTuple):
 Kernel = Callable[[Reads, Any, Buffers], None]
 
 
-def launch_update(
-    kernel: Kernel,
-    blocks: Blocks,
-    state: jax.Array,
-    inputs: SSMInputs,
-    A: jax.Array,
-    D: jax.Array,
-    *,
-    layer: int,
-    slots: jax.Array,
-    snapshots: jax.Array | None,
-    ring: Ring | None,
-    fold: jax.Array | None,
-    writes_state: bool,
-    interpret: bool,
-    visible: jax.Array | None = None,
-) -> StateUpdate:
-    """Runs `kernel(reads, y ref, buffers)` on a window; arguments as the reference's."""
-    in_place = writes_state or ring is not None
-    buffers = Buffers(state if in_place else None, snapshots, None if ring is None else ring.inputs)
-    reads = Reads(_array(layer), slots, A, D, inputs, state=None if in_place else state, fold=fold, visible=visible)
+def launch_update(kernel: Kernel, blocks: Blocks, rule: Any, call: Pass, *, interpret: bool) -> StateUpdate:
+    """Runs `kernel(reads, y ref, buffers)` on a window."""
+    state, ring, in_place = call.state, call.ring, call.writes_state or call.ring is not None
+    buffers = Buffers(state if in_place else None, call.snapshots, None if ring is None else ring.inputs)
+    reads = Reads(_array(call.layer), call.slots, rule.A, rule.D, call.inputs, fold=call.fold)
+    if not in_place:
+        reads = reads._replace(state=state)
+    if call.parents is not None:
+        reads = reads._replace(visible=ancestor_mask(call.parents).astype(jnp.int32))
     if ring is not None:
         reads = reads._replace(starts=ring.starts, counts=ring.counts, order=ring.order)
-    x = inputs.x
+    x = call.inputs.x
     y, written = _launch(kernel, blocks, reads, jax.ShapeDtypeStruct(x.shape, x.dtype), buffers, state, interpret)
     return StateUpdate(
         y,
@@ -112,28 +98,12 @@ def launch_update(
     )
 
 
-def launch_fold(
-    kernel: Kernel,
-    blocks: Blocks,
-    state: jax.Array,
-    ring: Ring,
-    A: jax.Array,
-    *,
-    layer: int,
-    slots: jax.Array,
-    to_slots: jax.Array,
-    num_tokens: jax.Array | None,
-    interpret: bool,
-) -> jax.Array:
-    """Runs `kernel(reads, None, buffers)` on histories alone; arguments as the reference's."""
-    reads = Reads(_array(layer), slots, A, ring=ring.inputs, starts=ring.starts, counts=ring.counts, order=ring.order)
-    reads = reads._replace(num_tokens=num_tokens, to_slots=to_slots)
-    return _launch(kernel, blocks, reads, None, Buffers(state), state, interpret)[1].state
-
-
-def path_mask(parents: jax.Array) -> jax.Array:
-    """The `visible` of a tree; a program of many layers computes it once."""
-    return ancestor_mask(parents).astype(jnp.int32)
+def launch_fold(kernel: Kernel, blocks: Blocks, rule: Any, call: Fold, *, interpret: bool) -> jax.Array:
+    """Runs `kernel(reads, None, buffers)` on histories alone."""
+    ring = call.ring
+    reads = Reads(_array(call.layer), call.slots, rule.A, ring=ring.inputs, starts=ring.starts, counts=ring.counts)
+    reads = reads._replace(order=ring.order, num_tokens=call.num_tokens, to_slots=call.to_slots)
+    return _launch(kernel, blocks, reads, None, Buffers(call.state), call.state, interpret)[1].state
 
 
 def _launch(kernel, blocks, reads, outputs, buffers, state, interpret):
@@ -142,5 +112,5 @@ def _launch(kernel, blocks, reads, outputs, buffers, state, interpret):
     return launch(kernel, grid, reads, outputs, buffers, num_warps=blocks.num_warps, interpret=interpret)
 
 
-def _array(layer: int) -> jax.Array:
+def _array(layer: int | jax.Array) -> jax.Array:
     return jnp.full(1, layer, jnp.int32)

@@ -25,10 +25,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
 from pallas_kernels.history import History
-from pallas_kernels.ring import Ring
-from pallas_kernels.selective_state_update.arguments import StateUpdate
-from pallas_kernels.selective_state_update.operands import Blocks, Reads, launch_fold, launch_update, path_mask
-from pallas_kernels.selective_state_update.recurrence import SSMInputs
+from pallas_kernels.recurrent.arguments import Fold, Pass, StateUpdate
+from pallas_kernels.selective_state_update.operands import Blocks, Reads, launch_fold, launch_update
+from pallas_kernels.selective_state_update.recurrence import Mamba2
 from pallas_kernels.selective_state_update.tile import Tile, load
 
 
@@ -40,18 +39,9 @@ class Token(NamedTuple):
     B: jax.Array
 
 
-def update(
-    state: jax.Array,
-    inputs: SSMInputs,
-    A: jax.Array,
-    D: jax.Array,
-    *,
-    parents: jax.Array | None,
-    writes_state: bool,
-    **options: Any,
-) -> StateUpdate:
-    """A chain or a tree; arguments as the reference's, and `interpret`."""
-    _, T, G, _ = inputs.B.shape
+def update(rule: Mamba2, call: Pass, *, interpret: bool) -> StateUpdate:
+    """A chain or a tree."""
+    state, writes_state, (_, T, G, _) = call.state, call.writes_state, call.inputs.B.shape
     blocks = _blocks(state)
 
     def selective_state_update_kernel(reads, y_ref, buffers):
@@ -82,31 +72,22 @@ def update(
         if writes_state:
             tile.store_state(buffers.state, tile.slot, h, where=tile.exists)
 
-    return launch_update(
-        selective_state_update_kernel,
-        blocks,
-        state,
-        inputs,
-        A,
-        D,
-        writes_state=writes_state,
-        visible=None if parents is None else path_mask(parents),
-        **options,
-    )
+    return launch_update(selective_state_update_kernel, blocks, rule, call, interpret=interpret)
 
 
-def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> jax.Array:
-    """Arguments as the reference's, and `interpret`."""
-    blocks = _blocks(state)
+def fold_history(rule: Mamba2, call: Fold, *, interpret: bool) -> jax.Array:
+    """The pool with the states after the first inputs of each row's ring."""
+    state, blocks = call.state, _blocks(call.state)
+    groups = call.ring.inputs["B"].shape[3]
 
     def fold_history_kernel(reads, _, buffers):
-        tile = Tile.of_program(reads, blocks, state.shape, ring.inputs["B"].shape[3])
+        tile = Tile.of_program(reads, blocks, state.shape, groups)
         history = tile.history(reads)
         h = _replay(tile, history, reads.ring, reads.A[tile.head], tile.load_state(buffers.state), state.dtype)
         to_slot = reads.to_slots[tile.row]
         tile.store_state(buffers.state, to_slot, h, where=tile.exists & inside(to_slot, state.shape[1]))
 
-    return launch_fold(fold_history_kernel, blocks, state, ring, A, **options)
+    return launch_fold(fold_history_kernel, blocks, rule, call, interpret=interpret)
 
 
 def _blocks(state: jax.Array) -> Blocks:

@@ -20,11 +20,10 @@ from pallas_kernels.chunked import SIDE, decays, dot, grid, visible_tokens
 from pallas_kernels.compat import triton
 from pallas_kernels.entries import inside
 from pallas_kernels.history import History
-from pallas_kernels.ring import Ring
+from pallas_kernels.recurrent.arguments import Fold, Pass, StateUpdate
 from pallas_kernels.selection import finite, is_finite, some
-from pallas_kernels.selective_state_update.arguments import StateUpdate
-from pallas_kernels.selective_state_update.operands import Blocks, launch_fold, launch_update, path_mask
-from pallas_kernels.selective_state_update.recurrence import SSMInputs
+from pallas_kernels.selective_state_update.operands import Blocks, launch_fold, launch_update
+from pallas_kernels.selective_state_update.recurrence import Mamba2
 from pallas_kernels.selective_state_update.tile import Tile
 
 _COLUMNS = 32  # of N at once, so that the state and its pieces fit into registers
@@ -68,20 +67,11 @@ class Tokens(NamedTuple):
         return self.dt[None, :] * self.x.astype(jnp.float32)
 
 
-def update(
-    state: jax.Array,
-    inputs: SSMInputs,
-    A: jax.Array,
-    D: jax.Array,
-    *,
-    parents: jax.Array | None,
-    writes_state: bool,
-    **options: Any,
-) -> StateUpdate:
-    """A chain or a tree; arguments as the reference's, and `interpret`."""
-    _, T, G, _ = inputs.B.shape
+def update(rule: Mamba2, call: Pass, *, interpret: bool) -> StateUpdate:
+    """A chain or a tree."""
+    state, writes_state, (_, T, G, _) = call.state, call.writes_state, call.inputs.B.shape
     # With a ring a program holds a stretch of history besides.
-    blocks = _blocks(state) if options["ring"] is None else _blocks(state, numbers=8)
+    blocks = _blocks(state) if call.ring is None else _blocks(state, numbers=8)
     padded = max(SIDE, pl.next_power_of_2(T))
 
     def selective_state_update_chunk_kernel(reads, y_ref, buffers):
@@ -133,25 +123,16 @@ def update(
         at = y_ref.at[tile.row, t[None, :], tile.head, tile.p[:, None]]
         triton.store(at, y.astype(y_ref.dtype), mask=grid(tile.p_mask, window.exist))
 
-    return launch_update(
-        selective_state_update_chunk_kernel,
-        blocks,
-        state,
-        inputs,
-        A,
-        D,
-        writes_state=writes_state,
-        visible=None if parents is None else path_mask(parents),
-        **options,
-    )
+    return launch_update(selective_state_update_chunk_kernel, blocks, rule, call, interpret=interpret)
 
 
-def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> jax.Array:
-    """Arguments as the reference's, and `interpret`."""
-    blocks = _blocks(state, numbers=32)  # a window's registers are free
+def fold_history(rule: Mamba2, call: Fold, *, interpret: bool) -> jax.Array:
+    """The pool with the states after the first inputs of each row's ring."""
+    state, blocks = call.state, _blocks(call.state, numbers=32)  # a window's registers are free
+    groups = call.ring.inputs["B"].shape[3]
 
     def fold_history_chunk_kernel(reads, _, buffers):
-        tile = Tile.of_program(reads, blocks, state.shape, ring.inputs["B"].shape[3])
+        tile = Tile.of_program(reads, blocks, state.shape, groups)
         history, A, to_slot = tile.history(reads), reads.A[tile.head], reads.to_slots[tile.row]
 
         def take_columns(part, _):
@@ -161,7 +142,7 @@ def fold_history(state: jax.Array, ring: Ring, A: jax.Array, **options: Any) -> 
 
         lax.fori_loop(0, pl.cdiv(tile.state, blocks.cols), take_columns, None)
 
-    return launch_fold(fold_history_chunk_kernel, blocks, state, ring, A, **options)
+    return launch_fold(fold_history_chunk_kernel, blocks, rule, call, interpret=interpret)
 
 
 def _blocks(state: jax.Array, numbers: int = 16) -> Blocks:

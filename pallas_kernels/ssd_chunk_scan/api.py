@@ -2,10 +2,11 @@
 
 import jax
 
-from pallas_kernels.selective_state_update import arguments
-from pallas_kernels.selective_state_update.recurrence import SSMInputs
-from pallas_kernels.selective_state_update.reference import read_states, write_states
-from pallas_kernels.ssd_chunk_scan import reference
+from pallas_kernels.arguments import check_layer, check_rows
+from pallas_kernels.recurrent.arguments import check_inputs
+from pallas_kernels.recurrent.chunks import chunk_scan
+from pallas_kernels.recurrent.reference import read_states, write_states
+from pallas_kernels.selective_state_update.recurrence import Mamba2, SSMInputs, layout
 
 _OP = "ssd_chunk_scan"
 
@@ -50,14 +51,13 @@ def ssd_chunk_scan(
 
     Source: Dao and Gu 2024, "Transformers are SSMs", section 6 (`mamba_chunk_scan_combined` of mamba-ssm).
     """
-    inputs = SSMInputs(x, dt, B, C)
-    arguments.check_state(_OP, state)
-    arguments.check_layer(_OP, layer, state.shape[0])
-    batch, _ = arguments.check_inputs(_OP, state, inputs, A, D)
-    arguments.check_row_values(_OP, batch, slots=slots)
+    inputs, rule = SSMInputs(x, dt, B, C), Mamba2(A, D)
+    batch, _ = check_inputs(_OP, layout(_OP, state, rule), state, inputs)
+    check_layer(_OP, layer, state.shape[0])
+    check_rows(_OP, batch, slots=slots)
     if chunk_size < 1:
         raise ValueError(f"{_OP}: chunk_size is {chunk_size}, expected 1 or more")
     if x.size == 0:
         return x, state
-    y, h = reference.chunk_scan(read_states(state, layer, slots), inputs, A, D, chunk_size)
+    y, h = chunk_scan(rule, read_states(state, layer, slots), inputs, chunk_size)
     return y.astype(x.dtype), write_states(state, layer, slots, h)

@@ -8,13 +8,13 @@ from flax import nnx
 
 import mamba_spec_jax as ms
 from mamba_spec_jax.models.heads.head import DFlashHead, EagleHead
+from mamba_spec_jax.speculative.chunks import _chunk
 from mamba_spec_jax.speculative.drafters.dflash import DFlashDrafter
 from mamba_spec_jax.speculative.drafters.draft_model import DraftModelDrafter
 from mamba_spec_jax.speculative.drafters.eagle import EagleDrafter
 from mamba_spec_jax.speculative.drafters.eagle_tree import EagleTreeDrafter
 from mamba_spec_jax.speculative.drafters.fallback import FallbackDrafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
-from mamba_spec_jax.speculative.generate import _chunk
 from tests.mamba_spec_jax import tiny
 from tests.mamba_spec_jax.heads import KINDS, head_config, random_module
 
@@ -102,24 +102,12 @@ def traced(name: str, method: str):
     """The program of reading the prompts and of a chunk of steps, traced and never compiled."""
     drafting = DRAFTERS[name]()
     options = SAMPLED if method == "sampled" else {}
-    most = drafting.drafter.max_drafts
+    decoder = ms.Decoder(drafting.target, drafting.drafter, METHODS[method])
 
     def program(params, drafter_params):
-        state = ms.init_decode(
-            drafting.target,
-            params,
-            PROMPTS,
-            drafter=drafting.drafter,
-            drafter_params=drafter_params,
-            max_drafts=most,
-            max_new=NEW,
-            logprobs=True,
-            **options,
-        )
-        stops = ms.StopConditions.create([1])
-        return _chunk(
-            drafting.target, params, state, drafting.drafter, METHODS[method], most, stops, 4, most, drafter_params
-        )
+        weights, stops = ms.Weights(params, drafter_params), ms.StopConditions.create([1])
+        state = decoder.init(weights, PROMPTS, stops=stops, max_new=NEW, logprobs=True, **options)
+        return _chunk(decoder, weights, state, decoder.num_drafts, 4)
 
     params = tiny.random_params(dataclasses.replace(drafting.target, hidden_layers=()))
     return jax.make_jaxpr(program)(params, drafting.params)

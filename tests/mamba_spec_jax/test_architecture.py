@@ -175,7 +175,7 @@ def test_drafters_change_recurrent_state_by_the_commit_alone():
         name for name, tree in speculative.items() for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr == "update_mamba_state_after_mtp_verify"
     }  # fmt: skip
-    assert commits == {"mamba_spec_jax/speculative/decode.py", "mamba_spec_jax/speculative/drafters/draft_model.py"}
+    assert commits == {"mamba_spec_jax/speculative/decoder.py", "mamba_spec_jax/speculative/drafters/draft_model.py"}
 
 
 def test_a_pass_with_a_record_writes_no_state_under_snapshot():

@@ -71,7 +71,7 @@ def test_a_smaller_model_becomes_a_draft_model(tmp_path):
 
 
 def test_a_head_that_is_run_on_drafts_trees_too(saved):
-    found = ms.load_drafter(saved("eagle3"), LOADED, max_drafts=2, tree=5)
+    found = ms.load_drafter(saved("eagle3"), LOADED, max_drafts=5, depth=2)
     assert isinstance(found.drafter, ms.EagleTreeDrafter)
     assert (found.drafter.max_drafts, found.drafter.depth) == (5, 2)
     assert found.target == dataclasses.replace(TARGET, hidden_layers=head_config("eagle3", TARGET).target_layers)
@@ -79,10 +79,10 @@ def test_a_head_that_is_run_on_drafts_trees_too(saved):
 
 
 def test_trees_of_what_drafts_chains_are_refused(saved, tmp_path):
-    with pytest.raises(ValueError, match="holds a DFlash head, which drafts chains: leave tree=5 out"):
-        ms.load_drafter(saved("dflash"), LOADED, tree=5)
+    with pytest.raises(ValueError, match="holds a DFlash head, which drafts chains, not trees of depth 2"):
+        ms.load_drafter(saved("dflash"), LOADED, max_drafts=5, depth=2)
     with pytest.raises(ValueError, match="head of 3 layers, expected one that is run on"):
-        ms.load_drafter(saved("three layers"), LOADED, tree=5)
+        ms.load_drafter(saved("three layers"), LOADED, max_drafts=5, depth=2)
     folder = write(tmp_path / "model", CONFIG, random_weights(CONFIG))
-    with pytest.raises(ValueError, match="holds a language model, which drafts chains: leave tree=5 out"):
-        ms.load_drafter(folder, LOADED, tree=5)
+    with pytest.raises(ValueError, match="holds a language model, which drafts chains, not trees of depth 2"):
+        ms.load_drafter(folder, LOADED, max_drafts=5, depth=2)

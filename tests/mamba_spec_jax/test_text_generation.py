@@ -12,15 +12,14 @@ import tokenizers
 import mamba_spec_jax as ms
 from mamba_spec_jax.models.chat import ChatTemplate
 from mamba_spec_jax.models.heads.checkpoint import save_head
-from mamba_spec_jax.speculative import generate as driver
-from mamba_spec_jax.speculative import text
+from mamba_spec_jax.speculative import chunks, text
 from tests.mamba_spec_jax.heads import head_config, random_module
 from tests.mamba_spec_jax.text_model import END, write_text_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PROMPTS = ["def f(x):", "import os"]
-OPTIONS = {"max_new": 12, "depth": 2}
+OPTIONS = {"max_new": 12, "num_drafts": 2}
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<empty>{% endif %}{% endif %}"""
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -99,8 +98,8 @@ def test_a_stream_shows_the_same_texts(loaded, generation):
 
 def test_requests_with_other_options_share_one_program_and_one_byte_table(loaded, monkeypatch):
     """Drawing requests, by `generate` and by `stream`."""
-    chunk = chex.assert_max_traces(n=1)(driver._chunk)
-    monkeypatch.setattr(driver, "_run_chunk", jax.jit(chunk, static_argnums=(0, 3, 4, 5, 7, 8), donate_argnums=2))
+    chunk = chex.assert_max_traces(n=1)(chunks._chunk)
+    monkeypatch.setattr(chunks, "_run_chunk", jax.jit(chunk, static_argnums=(3, 4), donate_argnums=2))
     tables, build = [], text._all_token_bytes
     monkeypatch.setattr(text, "_all_token_bytes", lambda *args: tables.append(1) or build(*args))
     fresh = dataclasses.replace(loaded, tokenizer=tokenizers.Tokenizer.from_str(loaded.tokenizer.to_str()))

@@ -89,7 +89,7 @@ def run(model, params, plan, drafted=None):
     for s, accepted in enumerate(plan):
         draft = window(done, accepted, seed=s)
         if drafted is not None:  # tokens past the accepted ones are wrong drafts rather than none
-            draft = draft.replace(lengths=jnp.maximum(draft.lengths, drafted[s]))
+            draft = draft.replace(counts=jnp.maximum(draft.counts, drafted[s]))
         draft = draft.replace(slots=jnp.asarray(np.where(accepted > 0, OWNED, -1), jnp.int32))
         out, cache = step(model, params, draft, cache, jnp.asarray(accepted - 1, jnp.int32))
         for b in ROWS:

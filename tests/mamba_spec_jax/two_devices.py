@@ -27,11 +27,11 @@ BY_SLOT = ("ssm", "conv", "inputs")  # pools `[L, S, ...]`; what else a state ho
 
 
 def split_rows(tree: Any) -> Any:
-    """Which axis of each leaf goes over the devices: that of slots and of rows; constants are on both."""
+    """Which axis of each leaf goes over the devices: that of slots and of rows; what has neither is on both."""
 
     def spec(path, leaf):
         name = jax.tree_util.keystr(path)
-        if leaf.ndim == 0 or "constants" in name:
+        if leaf.ndim == 0 or "constants" in name or "stops" in name:
             return PartitionSpec()
         return PartitionSpec(None, "data") if any(word in name for word in BY_SLOT) else PartitionSpec("data")
 
@@ -100,18 +100,18 @@ def own_step_over_devices(config: str, **options: Any) -> bool:
 def decoding_over_devices() -> bool:
     """Two rows a device, which finish at different times."""
     drafting = DRAFTERS["prompt lookup"]()
-    model, drafter = drafting.target, drafting.drafter
-    params = tiny.random_params(model)
+    decoder = ms.Decoder(drafting.target, drafting.drafter, ms.Sampling())
+    weights = ms.Weights(tiny.random_params(drafting.target))
     options = SAMPLED | {"seeds": [5, 6, 7, 8], "max_new": [NEW, 3, 1, NEW]}
-    state = ms.init_decode(model, params, PROMPTS * 2, drafter=drafter, max_drafts=drafter.max_drafts, **options)
+    state = decoder.init(weights, PROMPTS * 2, **options)
 
-    def decode(params, state):
+    def decode(weights, state):
         rows = jnp.arange(state.lengths.size, dtype=jnp.int32)  # a device's slots are numbered from 0
         state = dataclasses.replace(state, requests=dataclasses.replace(state.requests, slots=rows))
-        return ms.decode_until_finished(model, params, state, drafter, ms.Sampling(), drafter.max_drafts)
+        return decoder.until_finished(weights, state)
 
-    found = jax.jit(over_devices(decode, params, state))(params, state)
-    expected = jax.jit(decode)(params, state)
+    found = jax.jit(over_devices(decode, weights, state))(weights, state)
+    expected = jax.jit(decode)(weights, state)
     return same((found.tokens, found.reasons), (expected.tokens, expected.reasons))
 
 

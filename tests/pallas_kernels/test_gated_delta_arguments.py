@@ -32,13 +32,13 @@ short = shapes.ring(SHAPE, SLOTS, 7)
 REFUSED = {
     "state is int32, expected one of float32": arguments(state=struct(2, 7, 4, 5, 6, dtype=jnp.int32)),
     "state has shape [7, 4, 5, 6], expected [L, S, Hv, V, K]": arguments(state=struct(7, 4, 5, 6)),
-    "layer is 2, expected an int in 0..1": arguments(layer=2),
-    "k has Hk = 3 heads, expected a divisor of Hv = 4": arguments(k=struct(3, 4, 3, 6)),
+    "layer is 2, expected an integer in 0..1": arguments(layer=2),
+    "k has Hk = 3, expected a divisor of the 4 heads": arguments(k=struct(3, 4, 3, 6)),
     "q has shape [3, 4, 4, 6], expected [3, 4, 2, 6]": arguments(q=struct(3, 4, 4, 6)),
     "v has shape [3, 4, 4, 6], expected [3, 4, 4, 5]": arguments(v=struct(3, 4, 4, 6)),
     "g has shape [3, 4, 2], expected [3, 4, 4]": arguments(g=struct(3, 4, 2)),
     "g has shape [3, 4, 4, 5], expected [3, 4, 4, 6]": arguments(g=struct(3, 4, 4, 5)),
-    "beta is bfloat16, expected float32: as gates() returns it": arguments(beta=struct(3, 4, 4, dtype=jnp.bfloat16)),
+    "beta is bfloat16, expected float32; cast it": arguments(beta=struct(3, 4, 4, dtype=jnp.bfloat16)),
     "v is int32, expected a floating dtype": arguments(v=struct(3, 4, 4, 5, dtype=jnp.int32)),
     "slots has shape [2], expected [3]": arguments(slots=struct(2, dtype=jnp.int32)),
     "num_tokens is float32, expected int32": arguments(num_tokens=struct(3)),
@@ -48,8 +48,8 @@ REFUSED = {
     "snapshots and disable_state_update are given; expected one": arguments("snapshots", disable_state_update=True),
     "ring is None; pass ring and fold together": arguments(fold=struct(3, dtype=jnp.bool_)),
     "fold is int32, expected bool": arguments("ring", fold=struct(3, dtype=jnp.int32)),
-    "the ring holds Q = 7 tokens, expected 2 T = 8 at least": arguments("ring", ring=short),
-    "ring.inputs['k'] is bfloat16, expected float32: a history has the bits of k": arguments(
+    "the ring holds Q = 7 inputs, expected 2 T = 8 or more": arguments("ring", ring=short),
+    "ring.inputs['k'] is bfloat16, expected float32: a history has k's bits": arguments(
         "ring", ring=ring_with(k=struct(2, 7, 9, 2, 6, dtype=jnp.bfloat16))
     ),
     "ring.inputs['g'] has shape [2, 7, 9, 4, 6], expected [2, 7, 9, 4]": arguments(
@@ -91,7 +91,7 @@ def test_fold_history_checks_its_rows():
 def test_shapes_and_dtypes_come_back_as_they_were(keep):
     given = arguments(keep)
     result = jax.eval_shape(functools.partial(gated_delta_update, layer=1), **given)
-    assert (result.o.shape, result.o.dtype) == (given["v"].shape, given["v"].dtype)
+    assert (result.y.shape, result.y.dtype) == (given["v"].shape, given["v"].dtype)
     for name in ("state", "snapshots", "ring"):
         kept, came = (
             jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), t) for t in (getattr(result, name), given.get(name))

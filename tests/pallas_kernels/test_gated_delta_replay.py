@@ -31,7 +31,7 @@ def compiled():
         fold = must_fold(ring.counts[slots], inputs["k"].shape[1], T, Q)
         result = update(state, inputs, slots, num_tokens, {"ring": ring, "fold": fold, "parents": parents})
         ring = result.ring if parents is None else accept_path(result.ring, slots, path)
-        return result.o, result.state, extend(ring, slots, fold, jnp.sum(path >= 0, axis=1, dtype=jnp.int32)), fold
+        return result.y, result.state, extend(ring, slots, fold, jnp.sum(path >= 0, axis=1, dtype=jnp.int32)), fold
 
     return jax.jit(update), jax.jit(replay), jax.jit(functools.partial(fold_history, layer=LAYER))
 
@@ -52,7 +52,7 @@ class Sequential:
             token = {name: leaf[np.arange(ROWS), np.maximum(nodes, 0)][:, None] for name, leaf in inputs.items()}
             result = compiled()[0](self.state, token, slots, (nodes >= 0).astype(np.int32), {})
             self.state = result.state
-            outputs.append(result.o)
+            outputs.append(result.y)
         return np.concatenate(outputs, axis=1)
 
     def states(self):
@@ -68,7 +68,7 @@ class Snapshot(Sequential):
         assert (oracle.bits(result.state) == oracle.bits(self.state)).all()
         self.state = self.state.at[:, slots].set(result.snapshots[:, np.arange(ROWS), path.max(axis=1)])
         self.state = self.state.at[1 - LAYER].set(0)
-        return by_depth(result.o, path)
+        return by_depth(result.y, path)
 
 
 class Replay(Sequential):

@@ -103,7 +103,7 @@ def same_bits(actual, expected):
 def test_decoding_leaves_the_state_after_each_rows_tokens(run, form, tree, kind):
     given = delta_rule.random_pass(np.random.default_rng(0), *KINDS[kind])
     result = run_pass(given, run, form, tree)
-    check_outputs(given, result.o, given.state[LAYER], form, tree)
+    check_outputs(given, result.y, given.state[LAYER], form, tree)
     left = given.state.copy()
     for b, slot, n in given.rows():
         if n:
@@ -120,7 +120,7 @@ def test_snapshots_are_the_states_after_every_token(run, form, tree, kind):
     given = delta_rule.random_pass(np.random.default_rng(1), *KINDS[kind])
     before = oracle.random_values(np.random.default_rng(2), (L, B, T, Hv, V, K), given.state.dtype)
     result = run_pass(given, run, form, tree, {"snapshots": before})
-    check_outputs(given, result.o, given.state[LAYER], form, tree)
+    check_outputs(given, result.y, given.state[LAYER], form, tree)
     same_bits(result.state, given.state)
     same_bits(result.snapshots[0], before[0])
     for b, slot, n in given.rows():
@@ -135,7 +135,7 @@ def test_a_ring_is_replayed_extended_and_folded(run, form, tree, kind):
     ring = delta_rule.random_ring(rng, given, COUNTS, STARTS)
     result = run_pass(given, run, form, tree, {"ring": ring, "fold": FOLD})
     starts = after_history(given, ring, COUNTS, form)
-    check_outputs(given, result.o, starts, form, tree)
+    check_outputs(given, result.y, starts, form, tree)
 
     left = given.state.copy()
     for b, slot, _ in given.rows():
@@ -171,7 +171,7 @@ def after_history(given, ring, counts, form):
 def test_without_a_state_update_the_pool_stays(run):
     given = delta_rule.random_pass(np.random.default_rng(4), np.float32, True)
     result = run_pass(given, run, "step", tree=False, disable_state_update=True)
-    check_outputs(given, result.o, given.state[LAYER], "step", tree=False)
+    check_outputs(given, result.y, given.state[LAYER], "step", tree=False)
     same_bits(result.state, given.state)
 
 

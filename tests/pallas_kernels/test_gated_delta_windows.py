@@ -69,7 +69,7 @@ def test_snapshots_of_a_tree(dims):
     result = verify(*delta_rule.on_device((state, inputs, np.array([1, 0], np.int32), kept)))
     for row, slot in enumerate((1, 0)):
         o, states = along(state[0, slot], rows_of(inputs, row), parents[row], SCALE)
-        close(result.o[row], o, inputs["v"].dtype)
+        close(result.y[row], o, inputs["v"].dtype)
         close(result.snapshots[0, row], states, state.dtype)
 
 
@@ -92,7 +92,7 @@ def test_replay_goes_on_from_window_to_window(dims):
         accepted = rng.integers(dims.T // 2, dims.T + 1, 2).astype(np.int32)
         for row, count in enumerate(accepted):
             o, states = along(expected[row], rows_of(window, row), chain(dims.T), SCALE)
-            close(result.o[row], o, dims.state, window["v"].dtype)
+            close(result.y[row], o, dims.state, window["v"].dtype)
             expected[row] = states[count - 1]
         histories |= {int(count) for count in counts}
         pool, ring = result.state, extend(result.ring, slots, fold, accepted)
@@ -110,5 +110,5 @@ def test_keys_that_repeat_and_are_never_forgotten():
     result = verify(*delta_rule.on_device((state, inputs, slots, {})))
     for row, slot in enumerate(slots):
         o, states = along(state[0, slot], rows_of(inputs, row), chain(dims.T), SCALE)
-        close(result.o[row], o)
+        close(result.y[row], o)
         close(result.state[0, slot], states[-1])

@@ -45,7 +45,7 @@ REFUSED = [
     ({"x": struct(B, T, H, P + 1)}, r"x has shape \[3, 4, 4, 4\], expected \[B, T, 4, 3\]"),
     ({"x": struct(B, T, H, P, dtype="int32")}, "x is int32, expected a floating dtype"),
     ({"dt": struct(B, T, H, dtype="bfloat16")}, "dt is bfloat16, expected float32"),
-    ({"B": struct(B, T, 3, N), "C": struct(B, T, 3, N)}, "B has G = 3 groups, expected a divisor of H = 4"),
+    ({"B": struct(B, T, 3, N), "C": struct(B, T, 3, N)}, "B has G = 3, expected a divisor of the 4 heads"),
     ({"C": struct(B, T, 1, N)}, r"C has shape \[3, 4, 1, 5\], expected \[3, 4, 2, 5\]"),
     ({"D": struct(H, P)}, r"D has shape \[4, 3\], expected \[4\]"),
     ({"slots": struct(B)}, "slots is float32, expected int32"),
@@ -60,7 +60,7 @@ OF_THE_UPDATE = [
     ({"fold": FOLD}, "ring is None; pass ring and fold together"),
     ({"ring": rings(), "fold": struct(B, dtype="int32")}, "fold is int32, expected bool"),
     ({"ring": rings(2 * T - 1), "fold": FOLD}, r"the ring holds Q = 7 inputs, expected 2 T = 8 or more"),
-    ({"ring": rings(C=struct(L, S)), "fold": FOLD}, "expected a dict of x, dt and B"),
+    ({"ring": rings(C=struct(L, S)), "fold": FOLD}, "expected a dict of x, dt, B"),
     ({"ring": rings()._replace(order=struct(S)), "fold": FOLD}, r"ring.order has shape \[5\], expected \[5, Q\]"),
     ({"ring": rings()._replace(order=struct(S, Q)), "fold": FOLD}, "ring.order is float32, expected int32"),
     ({"ring": rings(x=struct(L, S, Q, H, P, dtype="bfloat16")), "fold": FOLD}, "'x'.* is bfloat16, expected float32"),
@@ -96,7 +96,7 @@ def test_a_named_kernel_does_not_fall_back():
     [
         ({"num_tokens": struct(B, dtype="float32")}, "num_tokens is float32, expected int32"),
         ({"to_slots": struct(B - 1, dtype="int32")}, r"to_slots has shape \[2\], expected \[3\]"),
-        ({"ring": Ring({"x": struct(L, S, Q, H, P)}, None, None, None)}, "expected a dict of x, dt and B"),
+        ({"ring": Ring({"x": struct(L, S, Q, H, P)}, None, None, None)}, "expected a dict of x, dt, B"),
     ],
 )
 def test_a_fold_refuses(changed, message):

@@ -23,6 +23,6 @@ def test_every_family_chats(run, tmp_path, family, drafts):  # noqa: F811
     report = json.loads(run("generate", "--chat", "hello", *options)[0])
     loaded = load(folder)
     prompt = loaded.chat_prompt([{"role": "user", "content": "hello"}])
-    expected = generate(loaded.model, loaded.params, [prompt], depth=0, max_new=24).tokens[0]
+    expected = generate(loaded.model, loaded.params, [prompt], num_drafts=0, max_new=24).tokens[0]
     assert report["tokens"] == expected[: report["new_tokens"]]
     assert report["stop_reason"] == ("max_new" if report["new_tokens"] == 24 else "eos")

@@ -48,9 +48,9 @@ class Sweep:
         assert len(self.prompts) == PROMPTS
         self.plain = {name: self.run(self.loaded.model, name, 0).tokens for name in METHODS}
 
-    def run(self, model, method, depth, **drafting):
+    def run(self, model, method, num_drafts, **drafting):
         options = METHODS[method] | drafting
-        return ms.generate(model, self.loaded.params, self.prompts, depth=depth, max_new=NEW, **options)
+        return ms.generate(model, self.loaded.params, self.prompts, num_drafts=num_drafts, max_new=NEW, **options)
 
     def differences(self, method, tokens):
         """The first differing token of each row; what follows it follows from it."""
@@ -94,11 +94,11 @@ def report():
     RESULTS.write_text(json.dumps(header | {"results": results}, indent=2) + "\n")
 
 
-@pytest.mark.parametrize(("form", "method", "depth"), list(itertools.product(FORMS, METHODS, DEPTHS)))
-def test_token_identical_to_plain_decoding(sweep, report, form, method, depth):
+@pytest.mark.parametrize(("form", "method", "num_drafts"), list(itertools.product(FORMS, METHODS, DEPTHS)))
+def test_token_identical_to_plain_decoding(sweep, report, form, method, num_drafts):
     mode, strategy = FORMS[form]
     model = ms.HybridModel.create(sweep.loaded.model.config, speculative_mode=mode, strategy=strategy)
-    check(sweep, report, {"form": form, "method": method, "drafts": depth}, sweep.run(model, method, depth))
+    check(sweep, report, {"form": form, "method": method, "drafts": num_drafts}, sweep.run(model, method, num_drafts))
 
 
 @pytest.mark.parametrize("method", METHODS)

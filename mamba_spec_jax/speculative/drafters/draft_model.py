@@ -100,7 +100,7 @@ class DraftModelDrafter:
         cache = dataclasses.replace(state.cache, kv=scratch.kv, awaiting_commit=True)
         return Proposal(
             tokens=read[1:].T,
-            lengths=jnp.full(lengths.shape, num_drafts, jnp.int32),
+            counts=jnp.full(lengths.shape, num_drafts, jnp.int32),
             state=DraftModelState(cache, _one_window(records)),
         )
 
@@ -146,7 +146,7 @@ def _one_window(records: VerifyRecord) -> VerifyRecord:
     return VerifyRecord(
         slots=records.slots[0],
         num_tokens=jnp.sum(records.num_tokens, axis=0, dtype=jnp.int32),
-        lengths=records.lengths[0],
+        held=records.held[0],
         recurrent=join(records.recurrent),
         conv_inputs=join(records.conv_inputs),
         spec=records.spec,

@@ -97,7 +97,7 @@ class EagleDrafter:
         cache = dataclasses.replace(state.cache, kv=carry[2])
         return Proposal(
             tokens=jnp.concatenate(drafts, axis=1),
-            lengths=jnp.full(lengths.shape, num_drafts, jnp.int32),
+            counts=jnp.full(lengths.shape, num_drafts, jnp.int32),
             state=dataclasses.replace(state, cache=cache),
         )
 

@@ -93,7 +93,7 @@ class EagleTreeDrafter:
         tree = select_best(candidates.joint, candidates.parents, num_drafts + 1)
         return Proposal(
             tokens=candidates.tokens[rows, tree.nodes[:, 1:]],
-            lengths=tree.lengths,
+            counts=tree.counts,
             state=dataclasses.replace(state, cache=cache),
             parents=tree.parents,
         )

@@ -81,14 +81,14 @@ class FallbackDrafter:
             masses = jax.nn.one_hot(greedily.tokens, probs[0].shape[-1], dtype=jnp.float32)
             proposals[outright] = dataclasses.replace(greedily, probs=masses)
         first, second = proposals
-        taken = first.lengths > 0
+        taken = first.counts > 0
 
         def select(mine: Array, other: Array) -> Array:
             return jnp.where(taken.reshape(-1, *[1] * (mine.ndim - 1)), mine, other)
 
         return Proposal(
             tokens=select(first.tokens, second.tokens),
-            lengths=select(first.lengths, second.lengths),
+            counts=select(first.counts, second.counts),
             state=(first.state, second.state),
             probs=None if first.probs is None or second.probs is None else select(first.probs, second.probs),
             parents=select(*map(_as_tree, proposals)) if self.proposes_trees else None,

@@ -66,7 +66,7 @@ class NgramDrafter:
         continuation = continuations(tokens, lengths, (best % width)[:, None], num_drafts)[:, 0]
         return Proposal(
             tokens=jnp.where(found[:, None], continuation, 0),
-            lengths=jnp.where(found, jnp.int32(num_drafts), 0),
+            counts=jnp.where(found, jnp.int32(num_drafts), 0),
             state=state,
         )
 

@@ -67,10 +67,10 @@ class NgramTreeDrafter:
         branches = continuations(tokens, lengths, ends, num_drafts)  # [B, R, K]
         candidates, parents, possible = _candidates(branches, found)
         tree = select_best(jnp.where(possible, jnp.float32(0), -jnp.inf), parents, num_drafts + 1)
-        drafted = jnp.arange(num_drafts, dtype=jnp.int32)[None] < tree.lengths[:, None]
+        drafted = jnp.arange(num_drafts, dtype=jnp.int32)[None] < tree.counts[:, None]
         return Proposal(
             tokens=jnp.where(drafted, jnp.take_along_axis(candidates, tree.nodes[:, 1:], axis=1), 0),
-            lengths=tree.lengths,
+            counts=tree.counts,
             state=state,
             parents=tree.parents,
         )

@@ -1,5 +1,7 @@
 """Prompts through the backend, and the recurrence in chunks, against float64; and what the backend refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 
 from mamba_spec_jax.attention.mamba2 import Mamba2
 from mamba_spec_jax.modes import ForwardMode
+from pallas_kernels.recurrent import chunks
+from pallas_kernels.selective_state_update.recurrence import Mamba2 as Rule
 from pallas_kernels.selective_state_update.recurrence import SSMInputs
-from pallas_kernels.ssd_chunk_scan.reference import chunk_scan
 
 from . import oracle
 from .recurrent import (
@@ -41,6 +44,11 @@ def draw_ssm(groups, seed=0):
     return rng.normal(size=(B, H, P, N)), inputs, A, rng.normal(size=H)
 
 
+@functools.partial(jax.jit, static_argnames="chunk_size")
+def chunk_scan(h0, inputs, A, D, chunk_size):
+    return chunks.chunk_scan(Rule(A, D), h0, inputs, chunk_size)
+
+
 def single(tree):
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), tree)
 
@@ -54,7 +62,7 @@ def exact(h0, inputs, A, D):
 def test_chunk_scan(chunk_size):
     arguments = draw_ssm(groups=2)
     outputs, states = exact(*arguments)
-    y, h = jax.jit(chunk_scan, static_argnames="chunk_size")(*single(arguments), chunk_size=chunk_size)
+    y, h = chunk_scan(*single(arguments), chunk_size=chunk_size)
     np.testing.assert_allclose(y, outputs, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(h, states[:, -1], rtol=2e-5, atol=2e-5)
 
@@ -89,7 +97,7 @@ def test_large_steps_do_not_overflow():
     """exp(c_t - c_j) above the diagonal would be inf, and inf times zero NaN."""
     h0, inputs, A, D = draw_ssm(groups=1)
     inputs = inputs._replace(dt=np.full((B, T, H), 50.0))
-    y, h = jax.jit(chunk_scan, static_argnames="chunk_size")(*single((h0, inputs, A, D)), chunk_size=T)
+    y, h = chunk_scan(*single((h0, inputs, A, D)), chunk_size=T)
     outputs, states = exact(h0, inputs, A, D)
     np.testing.assert_allclose(y, outputs, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(h, states[:, -1], rtol=1e-4, atol=1e-4)
@@ -106,7 +114,7 @@ def test_long_chunks_keep_the_digits_of_short_distances():
     inputs, h0, A, D = SSMInputs(x, dt, B_, C), np.zeros((1, 2, 3, 4)), np.array([-16.0, -100.0]), np.zeros(2)
     outputs, states = oracle.ssm(h0[0], x[0], dt[0], B_[0], C[0], A, D)
     assert np.abs(np.sum(dt[0] * A, axis=0)).max() > 1e4
-    y, h = jax.jit(chunk_scan, static_argnames="chunk_size")(*single((h0, inputs, A, D)), chunk_size=256)
+    y, h = chunk_scan(*single((h0, inputs, A, D)), chunk_size=256)
     np.testing.assert_allclose(y[0], outputs, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(h[0], states[-1], rtol=1e-5, atol=1e-5)
 

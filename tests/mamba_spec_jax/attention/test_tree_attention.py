@@ -8,7 +8,7 @@ import pytest
 from mamba_spec_jax.attention.base import AttentionInputs, ForwardBatch
 from mamba_spec_jax.attention.full import FullAttention
 from mamba_spec_jax.cache.pools import HybridCache, KVCache
-from mamba_spec_jax.cache.tree import path_to
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.modes import ForwardMode
 
 from ..trees import chains, path
@@ -65,7 +65,7 @@ def test_a_node_sees_its_ancestors_and_an_accepted_path_moves_up():
     inputs, kv = scene()
     output, after = attend(inputs, kv, PARENTS)
     node = np.array([4, 3, 2, 3], np.int32)  # paths 0 1 4; a padding row's; 0 2; 0 3
-    moved = commit(after, path_to(PARENTS, jnp.where(SLOT >= 0, node, -1), T))
+    moved = commit(after, Tree.create(PARENTS).path_to(jnp.where(SLOT >= 0, node, -1)))
     wanted = [np.array(buffer) for buffer in jax.tree.leaves(after)]
     for row in np.flatnonzero(SLOT >= 0):
         slot, length = SLOT[row], LENGTHS[row]

@@ -86,12 +86,12 @@ def test_a_draft_within_a_vocabulary():
     tokens = np.array([[1, 2, 3, 4], [1, 9, 3, 4], [-7, 2, -1, 4], strange], np.int32)
     lengths, slots = np.array([2, 2**31 - 1, 3, -5], np.int32), np.arange(4, dtype=np.int32)
     chain = Draft(tokens, lengths, slots).within(9)
-    np.testing.assert_array_equal(chain.lengths, [2, 0, 1, 0])
+    np.testing.assert_array_equal(chain.counts, [2, 0, 1, 0])
     np.testing.assert_array_equal(chain.tokens, [[1, 2, 3, 4], [1, 0, 3, 4], [-7, 2, 0, 4], [9, 0, 0, 0]])
     assert chain.parents is None
     parents = np.array([[-1, 0, 2, 1], [-1, 0, 1, 0], [5, 0, 1, -9], [0, 0, 0, 0]], np.int32)
     tree = Draft(tokens, lengths, slots, parents=parents).within(9)
-    np.testing.assert_array_equal(tree.lengths, [2, 3, 3, 0])
+    np.testing.assert_array_equal(tree.counts, [2, 3, 3, 0])
     np.testing.assert_array_equal(tree.tokens, chain.tokens)
     np.testing.assert_array_equal(tree.parents, [[-1, 0, -1, 1], [-1, -1, 1, 0], [-1, 0, -1, -1], [-1] * 4])
 

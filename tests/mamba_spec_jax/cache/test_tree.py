@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from mamba_spec_jax.cache.tree import check_parents, depths, path_to
-from pallas_kernels.tree import ancestor_mask, earlier_parents
+from mamba_spec_jax.cache.tree import Tree, check_parents
 
 from ..trees import path, trees
 
@@ -18,38 +17,38 @@ B, T = 3, 9
 
 @jax.jit
 def everything(parents, node):
-    return ancestor_mask(parents), depths(parents), path_to(parents, node, T), path_to(parents, node, 2)
+    tree = Tree.create(parents)
+    return tree.ancestors, tree.depths, tree.path_to(node)
 
 
 @settings(max_examples=30)
 @given(parents=trees(B, T))
 def test_against_walking_up(parents):
     for t in range(T):
-        mask, depth, whole, short = everything(parents, np.full(B, t, np.int32))
+        mask, depth, whole = everything(parents, np.full(B, t, np.int32))
         for b in range(B):
             nodes = path(parents[b], t)
             np.testing.assert_array_equal(np.flatnonzero(mask[b, t]), nodes)
             assert depth[b, t] == len(nodes) - 1
-            padded = nodes + [-1] * T
-            np.testing.assert_array_equal(whole[b], padded[:T])
-            np.testing.assert_array_equal(short[b], padded[:2])
+            np.testing.assert_array_equal(whole[b], (nodes + [-1] * T)[:T])
 
 
 def test_nodes_that_do_not_exist_have_no_path():
     parents = np.array([[-1, 0, 1]] * 4, np.int32)
-    found = path_to(parents, jnp.array([-1, 3, -7, 2]), 3)
+    found = Tree.create(parents).path_to(jnp.array([-1, 3, -7, 2]))
     np.testing.assert_array_equal(found, [[-1] * 3, [-1] * 3, [-1] * 3, [0, 1, 2]])
 
 
 def test_what_is_no_earlier_node_is_no_parent():
     parents = np.array([[5, 0, 2, 7, -9, 4]], np.int64)
-    np.testing.assert_array_equal(earlier_parents(parents), [[-1, 0, -1, -1, -1, 4]])
-    np.testing.assert_array_equal(depths(parents), [[0, 1, 0, 0, 0, 1]])
+    tree = Tree.create(parents)
+    np.testing.assert_array_equal(tree.parents, [[-1, 0, -1, -1, -1, 4]])
+    np.testing.assert_array_equal(tree.depths, [[0, 1, 0, 0, 0, 1]])
 
 
 def test_under_vmap():
     parents = np.array([[[-1, 0, 0]], [[-1, 0, 1]]], np.int32)
-    together = jax.vmap(depths)(parents)
+    together = jax.vmap(lambda parents: Tree.create(parents).depths)(parents)
     np.testing.assert_array_equal(together, [[[0, 1, 1]], [[0, 1, 2]]])
 
 

@@ -12,8 +12,8 @@ from mamba_spec_jax import StopReason
 from mamba_spec_jax.cli.measure import Comparison, Scenario, Timing
 from mamba_spec_jax.cli.prompts import NUM_PROMPTS, PromptKind, demo_prompts
 from mamba_spec_jax.cli.tables import differences, histogram_table, speed_table
-from mamba_spec_jax.speculative.decode import Statistics
 from mamba_spec_jax.speculative.generate import Generation
+from mamba_spec_jax.speculative.state import Statistics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

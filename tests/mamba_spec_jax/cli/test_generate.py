@@ -29,7 +29,7 @@ def expected(folder):
         loaded.model,
         loaded.params,
         [ids],
-        depth=0,
+        num_drafts=0,
         temperature=0.8,
         top_k=40,
         top_p=0.95,

@@ -87,8 +87,8 @@ def prefill(params, cache, tokens=TOKENS, slots=ROWS, num_tokens=ROWS, **options
     return MODEL.prefill(params, tokens, cache, slots=slots, num_tokens=num_tokens, **options)
 
 
-def verify(params, cache, tokens=TOKENS, lengths=ROWS, slots=ROWS, **options):
-    return MODEL.verify(params, Draft(tokens, lengths, slots), cache, **options)
+def verify(params, cache, tokens=TOKENS, counts=ROWS, slots=ROWS, **options):
+    return MODEL.verify(params, Draft(tokens, counts, slots), cache, **options)
 
 
 def decode(params, cache, tokens=ROWS, slots=ROWS, **options):
@@ -151,7 +151,7 @@ def test_what_is_no_array_or_draft_is_named():
         (lambda: prefill(None, cache, tokens=[[1, 2]]), r"prefill got tokens of type list, expected int32\[B, T\]"),
         (lambda: prefill(None, cache, slots=[0, 1]), r"prefill got slots of type list, expected int32\[2\]"),
         (lambda: verify(None, cache, tokens=[[1]]), "verify got draft.tokens of type list, expected int32"),
-        (lambda: verify(None, cache, lengths=None), r"verify got draft.lengths of type NoneType, expected int32\[2\]"),
+        (lambda: verify(None, cache, counts=None), r"verify got draft.counts of type NoneType, expected int32\[2\]"),
         (lambda: decode(None, cache, tokens=[1, 2]), r"decode got tokens of type list, expected int32\[B\]"),
         (lambda: MODEL.verify(None, (TOKENS, ROWS), cache), "verify got a draft of type tuple, expected a Draft"),
         (lambda: prefill(MODEL.abstract_params(), None), "in mode EXTEND got a cache of type NoneType, expected a Hyb"),

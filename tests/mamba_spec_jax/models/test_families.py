@@ -146,15 +146,11 @@ def test_commit_at_every_accept_length_equals_decoding(golden, strategy):
 def test_speculative_greedy_is_plain_greedy(golden):
     """Drafts or none through the same compiled steps: the same tokens, and the same bits behind them."""
     prompts = [golden.tokens[b, start:end].tolist() for b, start, end in ((0, 0, 3), (0, 2, 6), (1, 0, 1), (1, 4, 6))]
-    drafter = ms.NgramDrafter(3)
-
-    @functools.partial(jax.jit, donate_argnums=1, compiler_options=QUICKLY)
-    def decode(params, state):
-        return ms.decode_until_finished(golden.model, params, state, drafter, ms.Greedy(), 3)
+    decoder, weights = ms.Decoder(golden.model, ms.NgramDrafter(3)), ms.Weights(golden.params)
+    decode = jax.jit(decoder.until_finished, donate_argnames="state", compiler_options=QUICKLY)
 
     def run(limit):
-        options = {"max_drafts": 3, "max_new": 128, "draft_limit": limit, "logprobs": True}
-        return decode(golden.params, ms.init_decode(golden.model, golden.params, prompts, drafter=drafter, **options))
+        return decode(weights, decoder.init(weights, prompts, max_new=128, depth_limit=limit, logprobs=True))
 
     plain, speculative = run(0), run(3)
     np.testing.assert_array_equal(plain.lengths, [len(prompt) + 128 for prompt in prompts])

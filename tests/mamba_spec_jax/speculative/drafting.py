@@ -7,39 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 
 import mamba_spec_jax as ms
-from mamba_spec_jax.speculative import prompts as prefilling
+from mamba_spec_jax.speculative import decoder as decoding
 
 # Loops are checked here, not the optimiser, whose passes take most of the time of compiling so small a model.
 QUICKLY = {"xla_backend_optimization_level": 0}
 PROMPTS = [[3, 9, 4, 3, 9, 4, 3], [5, 5], [11]]
 
 
-_prefill = jax.jit(prefilling._prefill_chunk, static_argnums=(0, 6), compiler_options=QUICKLY)
+_prefill = jax.jit(ms.Decoder.prefill, compiler_options=QUICKLY)
 
 
 def quick_prefills(monkeypatch):
-    monkeypatch.setattr(prefilling, "_prefill", _prefill)
+    monkeypatch.setattr(decoding, "_prefill", _prefill)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "drafter", "method", "num_drafts"), compiler_options=QUICKLY)
-def decode(model, params, state, drafter, drafter_params, method, num_drafts, stops, steps):
-    return ms.decode_until_finished(model, params, state, drafter, method, num_drafts, stops, steps, drafter_params)
+@functools.partial(jax.jit, compiler_options=QUICKLY)
+def decode(decoder, weights, state, steps):
+    return decoder.until_finished(weights, state, steps)
 
 
 def run(model, params, drafter, drafter_params, method, num_drafts, *, prompts=PROMPTS, eos=None, **requests):
     """The state when every row has finished."""
-    state = ms.init_decode(
-        model,
-        params,
-        prompts,
-        drafter=drafter,
-        drafter_params=drafter_params,
-        max_drafts=drafter.max_drafts,
-        **requests,
-    )
     stops = ms.StopConditions.create([model.vocab_size if eos is None else eos])
-    most = np.max(requests["max_new"])
-    state = decode(model, params, state, drafter, drafter_params, method, num_drafts, stops, jnp.int32(most))
+    weights = ms.Weights(params, drafter_params)
+    state = ms.Decoder(model, drafter).init(weights, prompts, stops=stops, **requests)
+    decoder = ms.Decoder(model, drafter, method, num_drafts)
+    state = decode(decoder, weights, state, jnp.int32(np.max(requests["max_new"])))
     assert not np.any(state.active)
     return state
 

@@ -115,7 +115,7 @@ def test_rows_at_temperature_zero_walk_greedily(with_probs):
     draft = dataclasses.replace(
         draft,
         tokens=draft.tokens.at[:, 1:].set(best[:, :-1]).at[1, 2].set((best[1, 1] + 1) % V),
-        lengths=jnp.array([0, 3, 1, 3, 2, 3]),
+        counts=jnp.array([0, 3, 1, 3, 2, 3]),
     )
     expected = run(logits, draft, Greedy())
     assert expected.accept_lens.tolist() == [1, 2, 2, 4, 3, 4]
@@ -135,7 +135,7 @@ def test_point_mass_drafts_leave_plain_sampling_unchanged():
         wrong = dataclasses.replace(
             right, tokens=right.tokens.at[np.arange(B), wrong_at].set((plain[np.arange(B), wrong_at - 1] + 1) % V)
         )
-        for case, lengths in ((right, draft.lengths), (wrong, np.minimum(draft.lengths, wrong_at - 1)), (draft, None)):
+        for case, lengths in ((right, draft.counts), (wrong, np.minimum(draft.counts, wrong_at - 1)), (draft, None)):
             result = run(logits, case)
             check_consistent(result)
             emitted = np.arange(T) < np.asarray(result.accept_lens)[:, None]
@@ -209,7 +209,7 @@ def test_rows_do_not_mix(with_probs):
         if not with_probs:  # the first drafts right, or a random one would seldom be
             plain = drawn_tokens(logits, temperature)
             draft = dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:3].set(plain[:, :2]))
-        draft = dataclasses.replace(draft, lengths=np.minimum(draft.lengths, 2))
+        draft = dataclasses.replace(draft, counts=np.minimum(draft.counts, 2))
         case = jax.tree.map(np.asarray, (logits, draft, NOISE))
         whole = run(case[0], case[1], temperature=temperature, **case[2])
         check_consistent(whole)
@@ -249,7 +249,7 @@ def test_without_drafts_it_is_a_decode_step(with_probs):
 def test_forbidden_tokens_are_neither_accepted_nor_emitted(method, with_probs):
     logits, draft = random_case(4, with_probs)
     logits = logits.at[:, :, 2].set(8.0)
-    draft = dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:].set(2), lengths=jnp.full((B,), T - 1))
+    draft = dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:].set(2), counts=jnp.full((B,), T - 1))
     free = run(logits, draft, method)
     assert np.all(free.accept_lens > 1)
     forbidden = jnp.zeros((B, T, V), bool).at[:, 1, 2].set(True)

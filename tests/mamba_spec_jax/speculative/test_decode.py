@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mamba_spec_jax as ms
-from mamba_spec_jax.speculative import generate as driver
-from mamba_spec_jax.speculative.decode import Requests, Statistics
+from mamba_spec_jax.speculative import chunks
+from mamba_spec_jax.speculative.requests import Requests
+from mamba_spec_jax.speculative.state import Statistics
 
 from ..tiny import DENSE, random_params
 from .toy import ToyModel
@@ -59,7 +60,7 @@ class Row:
     prompt: list[int]
     max_new: int
     min_new: int
-    draft_limit: int
+    depth_limit: int
     wrong: list[int]
     counts: list[int]
     foreseen: list[int] = dataclasses.field(default_factory=list)
@@ -84,7 +85,7 @@ def simulate(row, eos, stop_strings, drafts=True):
     text = list(row.prompt)
     out = Expected([], [], ms.StopReason.NONE if row.max_new else ms.StopReason.MAX_NEW, 0, 0, [0] * (DRAFTS + 1))
     while out.reason is ms.StopReason.NONE and row.slot >= 0:
-        limit = min(row.draft_limit, row.max_new - len(out.tokens) - 1, row.counts[len(text)]) if drafts else 0
+        limit = min(row.depth_limit, row.max_new - len(out.tokens) - 1, row.counts[len(text)]) if drafts else 0
         window = row.foreseen[len(text) : len(text) + limit]
         window = list(itertools.takewhile(lambda token: token < VOCAB, window))  # what follows can't be accepted
         emitted = 0
@@ -110,7 +111,7 @@ def simulate(row, eos, stop_strings, drafts=True):
     return out
 
 
-def build_state(rows):
+def build_state(rows, stops):
     tokens = np.zeros((ROWS, LENGTH), np.int32)
     for r, row in enumerate(rows):
         tokens[r, : len(row.prompt)] = row.prompt
@@ -143,20 +144,21 @@ def build_state(rows):
             slots=of_rows("slot"),
             max_new=of_rows("max_new"),
             min_new=of_rows("min_new"),
-            draft_limit=of_rows("draft_limit"),
+            depth_limit=of_rows("depth_limit"),
             seeds=zeros(jnp.uint32),
             temperature=jnp.ones((ROWS,), jnp.float32),
             filters=ms.Filters.create(ROWS),
         ),
-        statistics=Statistics(zeros(), zeros(), jnp.zeros((ROWS, DRAFTS + 1), jnp.int32)),
+        stops=stops,
+        statistics=Statistics.create(ROWS, DRAFTS),
         logprobs=jnp.zeros((ROWS, LENGTH), jnp.float32),
     )
 
 
 @functools.partial(jax.jit, donate_argnums=1)
 @chex.assert_max_traces(n=1)
-def step(params, state, stops):
-    return ms.speculative_decode_step(MODEL, params, state, Foresight(), ms.Greedy(), DRAFTS, stops)
+def step(weights, state):
+    return ms.Decoder(MODEL, Foresight()).step(weights, state)
 
 
 tokens_of = functools.partial(st.lists, st.integers(0, VOCAB - 1))
@@ -174,7 +176,7 @@ def rows_of(draw):
                 prompt=draw(tokens_of(min_size=1, max_size=LENGTH // 4)),
                 max_new=max_new,
                 min_new=draw(st.integers(0, max_new)),
-                draft_limit=draw(st.integers(0, DRAFTS)),
+                depth_limit=draw(st.integers(0, DRAFTS)),
                 # Mostly right, sometimes another token, sometimes none of the vocabulary's.
                 wrong=draw(st.lists(st.sampled_from([0, 0, 0, 1, VOCAB]), min_size=LENGTH, max_size=LENGTH)),
                 counts=draw(st.lists(st.sampled_from([DRAFTS, DRAFTS, 1, 0]), min_size=LENGTH, max_size=LENGTH)),
@@ -199,9 +201,9 @@ def test_rows_as_their_definition(rows, eos, stop_strings):
             for token, off in zip(foreseen, row.wrong, strict=True)
         ]
     stops = ms.StopConditions.create(eos, stop_strings, TOKEN_BYTES)
-    state = build_state(rows)
+    state = build_state(rows, stops)
     for _ in range(MOST_NEW):
-        state = step(LOGITS, state, stops)
+        state = step(ms.Weights(LOGITS), state)
 
     assert not np.any(state.active)
     states = np.asarray(state.cache.mamba.ssm)[0, :, 0, 0, 0]
@@ -227,19 +229,17 @@ def test_rows_as_their_definition(rows, eos, stop_strings):
 
 PROMPTS = [[3, 9, 4, 3, 9, 4, 3], [5, 5], [11]]
 HYBRID = ms.HybridModel.create(DENSE)
-DRAFTER = ms.NgramDrafter(DRAFTS)
+DECODER = ms.Decoder(HYBRID, ms.NgramDrafter(DRAFTS), ms.Sampling())
 STEPS = 20
 
 
 @jax.jit
 def run(params, state):
-    return ms.decode_steps(HYBRID, params, state, DRAFTER, ms.Sampling(), DRAFTS, None, STEPS)
+    return DECODER.steps(ms.Weights(params), state, STEPS)
 
 
 def begin(prompts, **requests):
-    return ms.init_decode(
-        HYBRID, random_params(HYBRID), prompts, drafter=DRAFTER, max_drafts=DRAFTS, logprobs=True, **requests
-    )
+    return DECODER.init(ms.Weights(random_params(HYBRID)), prompts, logprobs=True, **requests)
 
 
 def assert_same(actual, expected):
@@ -295,9 +295,8 @@ def test_a_donated_state_stays_where_it_lies(num_drafts):
     """A chunk of steps neither copies a pool or a key/value buffer nor has room for one."""
     slots, max_len = 1013, 37
     state = dataclasses.replace(begin(PROMPTS, max_new=20), cache=HYBRID.init_cache(slots, max_len))
-    compiled = driver._run_chunk.lower(
-        HYBRID, random_params(HYBRID), state, DRAFTER, ms.Greedy(), num_drafts, ms.StopConditions.create(), 4, DRAFTS
-    ).compile()
+    decoder = dataclasses.replace(DECODER, method=ms.Greedy())
+    compiled = chunks._run_chunk.lower(decoder, ms.Weights(random_params(HYBRID)), state, num_drafts, 4).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert f",{slots}," in text
     assert whole_buffer_copies(text, [slots]) == []
@@ -331,6 +330,7 @@ class TooFew(Foresight):
     ],
 )
 def test_what_a_model_or_drafter_leaves_out_is_named(model, drafter, message):
-    state = ms.init_decode(model, LOGITS, [[1]] * ROWS, drafter=drafter, max_drafts=DRAFTS, max_new=4)
+    decoder, weights = ms.Decoder(model, drafter), ms.Weights(LOGITS)
+    state = decoder.init(weights, [[1]] * ROWS, max_new=4)
     with pytest.raises(ValueError, match=message):
-        ms.speculative_decode_step(model, LOGITS, state, drafter, ms.Greedy(), DRAFTS)
+        decoder.step(weights, state)

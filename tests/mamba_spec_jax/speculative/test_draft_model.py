@@ -52,7 +52,7 @@ def accepted_length(state):
 def test_greedy_output_is_plain_output():
     """Rows of different lengths, budgets and draft limits, the last one without drafts."""
     state = run(
-        TARGET, PARAMS, DraftModelDrafter(OTHER, K), OTHER_PARAMS, ms.Greedy(), K, **GREEDY, draft_limit=[K, K - 1, 0]
+        TARGET, PARAMS, DraftModelDrafter(OTHER, K), OTHER_PARAMS, ms.Greedy(), K, **GREEDY, depth_limit=[K, K - 1, 0]
     )
     assert texts(state) == plain("greedy")
     assert_has_read_the_text(state.drafter.cache, OTHER, OTHER_PARAMS, state)
@@ -94,9 +94,7 @@ def test_without_drafts_it_follows():
 
 
 def begin(drafter, params):
-    return ms.init_decode(
-        TARGET, PARAMS, PROMPTS, drafter=drafter, drafter_params=params, max_drafts=K, max_new=BUDGETS
-    )
+    return ms.Decoder(TARGET, drafter).init(ms.Weights(PARAMS, params), PROMPTS, max_new=BUDGETS)
 
 
 @pytest.mark.parametrize(("model", "params"), [(TARGET, PARAMS), (OTHER, OTHER_PARAMS)], ids=["target", "other"])
@@ -110,7 +108,7 @@ def test_what_is_pending_is_the_record_of_one_window(model, params):
     def both(params, before):
         proposal = drafter.propose(params, before, state.tokens, state.lengths, choose, K)
         root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-        draft = Draft(jnp.concatenate([root, proposal.tokens], axis=1), proposal.lengths, jnp.arange(len(PROMPTS)))
+        draft = Draft(jnp.concatenate([root, proposal.tokens], axis=1), proposal.counts, jnp.arange(len(PROMPTS)))
         return proposal, model.verify(params, draft, before.cache)
 
     proposal, output = both(params, state.drafter)
@@ -142,12 +140,7 @@ class Forgetful(DraftModelDrafter):
 def test_a_commit_left_out_is_an_error(mutant):
     drafter, state = mutant(TARGET, K), begin(DraftModelDrafter(TARGET, K), PARAMS)
     with pytest.raises(ValueError, match="still awaits the commit of a verify pass"):
-        jax.eval_shape(
-            lambda state: ms.speculative_decode_step(
-                TARGET, PARAMS, state, drafter, ms.Greedy(), K, drafter_params=PARAMS
-            ),
-            state,
-        )
+        jax.eval_shape(ms.Decoder(TARGET, drafter).step, ms.Weights(PARAMS, PARAMS), state)
 
 
 def test_keys_and_values_stay_where_they_lie():
@@ -192,10 +185,10 @@ def test_errors_name_the_values():
     drafter, params = DraftModelDrafter(other, K), random_params(other)
     message = "DraftModelDrafter has a vocabulary of 27 tokens, but the target one of 29"
     with pytest.raises(ValueError, match=message):
-        begin(drafter, params)
-    state = begin(ms.NgramDrafter(K), None)
+        ms.Decoder(TARGET, drafter)
     with pytest.raises(ValueError, match=message):
-        ms.speculative_decode_step(TARGET, PARAMS, state, drafter, ms.Greedy(), K, drafter_params=params)
+        ms.generate(TARGET, PARAMS, PROMPTS, drafter=drafter, drafter_params=params)
+    state = begin(ms.NgramDrafter(K), None)
     with pytest.raises(ValueError, match="max_drafts is 0, expected at least 1"):
         DraftModelDrafter(TARGET, 0)
     with pytest.raises(ValueError, match=r"num_drafts=4, expected 1..3 \(max_drafts\)"):

@@ -220,7 +220,7 @@ def test_every_path_of_a_tree_is_what_a_chain_along_it_says():
     text = PROMPTS[0]
     proposal = proposed("eagle3", followed("eagle3", text, tree=True), text, tree=True)
     tokens, parents = np.asarray(proposal.tokens[0]), np.asarray(proposal.parents[0])
-    assert int(proposal.lengths[0]) == drafter.max_drafts
+    assert int(proposal.counts[0]) == drafter.max_drafts
     features = np.asarray(module.features(target_hidden(target, text))[0])[: len(text) - 1]
     for node in range(drafter.max_drafts + 1):
         children = tokens[np.flatnonzero(parents == node) - 1]

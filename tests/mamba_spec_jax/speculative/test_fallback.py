@@ -16,7 +16,7 @@ from mamba_spec_jax.speculative.protocol import Progress
 from mamba_spec_jax.speculative.sampling import TokenChoice
 
 from ..tiny import DENSE, random_params
-from .drafting import PROMPTS, assert_has_read_the_text, quick_prefills, run, texts
+from .drafting import assert_has_read_the_text, quick_prefills, run, texts
 from .test_joint_distribution import (
     ALPHA,
     LOGITS,
@@ -60,7 +60,7 @@ class Canned:
         B = len(self.lengths)
         return ms.Proposal(
             tokens=jnp.full((B, num_drafts), self.token, jnp.int32),
-            lengths=jnp.asarray(self.lengths, jnp.int32),
+            counts=jnp.asarray(self.lengths, jnp.int32),
             state=(params, state, choose.method),
             probs=None if self.probs is None else jnp.full((B, num_drafts, 5), self.probs, jnp.float32),
             parents=TREE if self.tree else None,
@@ -83,11 +83,11 @@ def propose(first, second, params=None):
 def test_rows_without_a_proposal_take_the_others():
     proposal = propose(Canned(1, (2, 0)), Canned(2, (3, 1)), ("one", "two"))
     assert proposal.tokens.tolist() == [[1] * K, [2] * K]
-    assert proposal.lengths.tolist() == [2, 1]
+    assert proposal.counts.tolist() == [2, 1]
     assert proposal.parents is None
     assert proposal.probs is None
     assert proposal.state == (("one", "state of 1", ms.Sampling()), ("two", "state of 2", ms.Sampling()))
-    assert propose(Canned(1, (0, 0)), Canned(2, (0, 3))).lengths.tolist() == [0, 3]
+    assert propose(Canned(1, (0, 0)), Canned(2, (0, 3))).counts.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(
@@ -204,10 +204,9 @@ RUNS, DRAFTS = 20_000, 2
 def drawn_tokens(steps):
     """The first tokens of RUNS rows, as many as there are steps."""
     drafter = FallbackDrafter(Coupled(TABLE, DRAFTS), ToyDrafter(TABLE, DRAFTS))
-    step = jax.jit(lambda state: ms.speculative_decode_step(MODEL, LOGITS, state, drafter, ms.Sampling(), DRAFTS))
-    state = ms.init_decode(
-        MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=DRAFTS, max_new=12, temperature=1
-    )
+    decoder, weights = ms.Decoder(MODEL, drafter, ms.Sampling()), ms.Weights(LOGITS)
+    step = jax.jit(lambda state: decoder.step(weights, state))
+    state = decoder.init(weights, [PROMPT] * RUNS, max_new=12, temperature=1)
     for _ in range(steps):
         state = step(state)
     return np.asarray(state.tokens)[:, len(PROMPT) : len(PROMPT) + steps]
@@ -254,10 +253,4 @@ def test_the_vocabulary_is_the_smaller_one():
     assert FallbackDrafter(Canned(1, (1,), vocab_size=9), Canned(2, (1,), vocab_size=7)).vocab_size == 7
     assert FallbackDrafter(Canned(1, (1,)), Canned(2, (1,))).vocab_size is None
     with pytest.raises(ValueError, match="FallbackDrafter has a vocabulary of 4 tokens, but the target one of 5"):
-        ms.init_decode(
-            MODEL,
-            LOGITS,
-            PROMPTS[1:],
-            drafter=FallbackDrafter(ms.NgramDrafter(K), Canned(2, (1,), vocab_size=4)),
-            max_drafts=K,
-        )
+        ms.Decoder(MODEL, FallbackDrafter(ms.NgramDrafter(K), Canned(2, (1,), vocab_size=4)))

@@ -8,8 +8,10 @@ import pytest
 import scipy.special
 
 import mamba_spec_jax as ms
-from mamba_spec_jax.speculative import generate as driver
-from mamba_spec_jax.speculative.generate import collect, decode_chunks, resolve_drafting
+from mamba_spec_jax.speculative import chunks as driver
+from mamba_spec_jax.speculative.chunks import decode_chunks
+from mamba_spec_jax.speculative.compiled_programs import program_count
+from mamba_spec_jax.speculative.generate import collect
 
 CONFIG = ms.HybridConfig(
     model_type="granitemoehybrid",
@@ -46,11 +48,11 @@ def params(model):
     return jax.jit(model.init_params, static_argnums=0)(3)
 
 
-def run(model, params, prompts=PROMPTS, stops=None, depth=DRAFTS, chunk_steps=4, **requests):
+def run(model, params, prompts=PROMPTS, stops=None, num_drafts=DRAFTS, chunk_steps=4, **requests):
     """The final state, with which the committed side can be looked at."""
-    drafter, policy = resolve_drafting(None, depth)
-    state = ms.init_decode(model, params, prompts, drafter=drafter, max_drafts=policy.max_drafts, **requests)
-    for newest, _ in decode_chunks(model, params, state, drafter, ms.Greedy(), stops, policy, chunk_steps):
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(num_drafts)), ms.Weights(params)
+    state = decoder.init(weights, prompts, stops=stops, **requests)
+    for newest, _ in decode_chunks(decoder, weights, state, chunk_steps=chunk_steps):
         state = newest
     return state
 
@@ -73,7 +75,7 @@ def ending_at(tokens):
 
 @pytest.fixture(scope="module")
 def plain(model, params):
-    return collect(run(model, params, depth=0, max_new=NEW)).tokens
+    return collect(run(model, params, num_drafts=0, max_new=NEW)).tokens
 
 
 def test_budgets_per_row_zero_and_one_included(model, params, plain):
@@ -149,18 +151,16 @@ def test_logprobs_are_the_targets_own(model, params, without_its_first_token):
 
 def test_one_trace_serves_a_generation_of_varying_lengths(model, params):
     run(model, params, max_new=NEW)
-    programs = driver._compiled_programs()
+    programs = program_count(driver._run_chunk)
     run(model, params, max_new=[3, 17, NEW])
-    run(model, params, [[7, 8], [9] * 6, [2]], max_new=NEW, draft_limit=2)
-    assert driver._compiled_programs() == programs
+    run(model, params, [[7, 8], [9] * 6, [2]], max_new=NEW, depth_limit=2)
+    assert program_count(driver._run_chunk) == programs
 
 
 def test_the_compiled_chunk_calls_nothing_on_the_host(model, params):
-    drafter, _ = resolve_drafting(None, DRAFTS)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
-    stops = ms.StopConditions.create()
-    lowered = driver._run_chunk.lower(model, params, state, drafter, ms.Greedy(), DRAFTS, stops, 4, DRAFTS)
-    text = lowered.compile().as_text()
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(DRAFTS)), ms.Weights(params)
+    state = decoder.init(weights, PROMPTS, max_new=NEW)
+    text = driver._run_chunk.lower(decoder, weights, state, DRAFTS, 4).compile().as_text()
     assert "while" in text
     for word in ("callback", "infeed", "outfeed", " send(", " recv("):
         assert word not in text, word
@@ -169,8 +169,8 @@ def test_the_compiled_chunk_calls_nothing_on_the_host(model, params):
 @pytest.mark.parametrize("deliberate", [False, True])
 def test_the_host_reads_only_at_chunk_ends(model, params, monkeypatch, deliberate):
     """Every conversion of a device array raises, except inside the driver's own read of a finished chunk."""
-    drafter, policy = resolve_drafting(None, DRAFTS)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(DRAFTS)), ms.Weights(params)
+    state = decoder.init(weights, PROMPTS, max_new=NEW)
     array_type = type(state.lengths)
     reading, value = [], array_type._value
 
@@ -190,11 +190,11 @@ def test_the_host_reads_only_at_chunk_ends(model, params, monkeypatch, deliberat
     monkeypatch.setattr(driver.jax, "device_get", device_get)
     chunks = 0
     if deliberate:
-        newest, _ = next(decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 4))
+        newest, _ = next(decode_chunks(decoder, weights, state, chunk_steps=4))
         with pytest.raises(AssertionError, match="read on the host"):
             int(newest.lengths[0])
         return
-    for _, report in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 4):
+    for _, report in decode_chunks(decoder, weights, state, chunk_steps=4):
         assert isinstance(report.lengths, np.ndarray)
         chunks += 1
     assert chunks > 1
@@ -229,13 +229,12 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         init_cache, prefill, verify = model.init_cache, model.prefill, model.verify
 
     def step(target, drafter):
-        state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
-        jax.eval_shape(
-            lambda state: ms.speculative_decode_step(target, params, state, drafter, ms.Greedy(), DRAFTS), state
-        )
+        weights = ms.Weights(params)
+        state = ms.Decoder(model, drafter).init(weights, PROMPTS, max_new=NEW)
+        jax.eval_shape(ms.Decoder(target, drafter).step, weights, state)
 
     step(model, ms.NgramDrafter(DRAFTS))
-    with pytest.raises(ValueError, match="speculative_decode_step got a cache that still awaits the commit"):
+    with pytest.raises(ValueError, match=r"Decoder\.step got a cache that still awaits the commit"):
         step(ForgetfulModel(), ms.NgramDrafter(DRAFTS))
     with pytest.raises(ValueError, match=r"after ForgetfulDrafter.update, got a cache that still awaits the commit"):
         step(model, ForgetfulDrafter(DRAFTS, model=model))
@@ -252,7 +251,7 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         ({"max_new": 2**40}, "max_new is 1099511627776, expected at most 1073741824"),
         ({"seeds": [1, 2]}, r"seeds is \[1, 2\], expected an integer or 3 of them"),
         ({"seeds": 0.5}, "seeds is 0.5, expected an integer or 3 of them"),
-        ({"depth": 2.5}, "depth is 2.5, expected a number of drafts, 'auto' or a depth policy"),
+        ({"num_drafts": 2.5}, "num_drafts is 2.5, expected a number of drafts, 'auto' or a draft policy"),
         ({"max_new": [1, 2]}, r"max_new has shape \[2\], expected one value or 3"),
         ({"max_new": -1}, "max_new is -1, expected finite values of at least 0"),
         ({"max_new": 1.5}, "max_new is 1.5, expected an integer or 3 of them"),
@@ -261,9 +260,12 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
             r"min_new \[3, 3, 3\] exceeds max_new \[2, 2, 2\]",
         ),
         ({"temperature": float("nan")}, "temperature is nan, expected finite values"),
-        ({"depth": "deep"}, "depth is 'deep', expected a number of drafts, 'auto' or a depth policy"),
-        ({"depth": -1}, "depth is -1, expected at least 0"),
-        ({"depth": 4, "drafter": ms.NgramDrafter(2)}, "depth is 4, but the drafter proposes at most 2 tokens"),
+        ({"num_drafts": "deep"}, "num_drafts is 'deep', expected a number of drafts, 'auto' or a draft policy"),
+        ({"num_drafts": -1}, "num_drafts is -1, expected at least 0"),
+        (
+            {"num_drafts": 4, "drafter": ms.NgramDrafter(2)},
+            "is 4, but the drafter proposes at most 2 tokens",
+        ),
         ({"chunk_steps": 0}, "chunk_steps is 0, expected at least 1"),
         ({"top_k": 40}, r"top_k is 40, but every temperature is 0"),
         ({"top_p": [1, 0.5, 1]}, r"top_p is \[1, 0.5, 1\], but every temperature is 0"),
@@ -273,7 +275,7 @@ def test_a_commit_that_was_left_out_is_caught_while_tracing(model, params):
         ({"temperature": "hot"}, "temperature is 'hot', expected a number or 3 of them"),
         ({"temperature": [1, [2], 3]}, "temperature is .*, expected a number or 3 of them"),
         ({"min_new": 2}, "min_new is 2, but nothing ends a row before max_new: give stops"),
-        ({"depth": 0, "draft_limit": 2}, "draft_limit is 2, but depth 0 drafts nothing"),
+        ({"num_drafts": 0, "depth_limit": 2}, "depth_limit is 2, but num_drafts 0 drafts nothing"),
         ({"drafter_params": {}}, "drafter_params came without a drafter"),
         ({"stops": [2]}, r"stops is \[2\], expected StopConditions"),
         ({"stops": ms.StopConditions.create([13])}, "eos_ids contain 13, expected 0..12"),
@@ -291,21 +293,16 @@ def test_bad_requests_are_named(model, params, options, message):
 
 
 def test_a_step_deeper_than_its_state_is_refused(model, params):
-    drafter = ms.NgramDrafter(5)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=2, max_new=NEW)
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(5)), ms.Weights(params)
+    state = dataclasses.replace(decoder, num_drafts=2).init(weights, PROMPTS, max_new=NEW)
     with pytest.raises(ValueError, match="num_drafts is 5, but the state was made for at most 2"):
-        ms.speculative_decode_step(model, params, state, drafter, ms.Greedy(), 5)
+        decoder.step(weights, state)
 
 
 def test_while_loop_form_gives_the_same(model, params, plain):
-    drafter = ms.NgramDrafter(DRAFTS)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=NEW)
-
-    @jax.jit
-    def some_steps(state):
-        return ms.decode_until_finished(model, params, state, drafter, ms.Greedy(), DRAFTS, max_steps=5)
-
-    state = some_steps(state)
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(DRAFTS)), ms.Weights(params)
+    some_steps = jax.jit(lambda state: decoder.until_finished(weights, state, max_steps=5))
+    state = some_steps(decoder.init(weights, PROMPTS, max_new=NEW))
     assert state.statistics.passes.max() == 5
     while state.active.any():
         state = some_steps(state)
@@ -336,11 +333,12 @@ class JudgedOnly:
 def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
     """Eight plain steps a chunk, with a look every other step."""
     drafter, policy, budgets = ms.NgramDrafter(DRAFTS), JudgedOnly(), [22, 2, 9]
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=DRAFTS, max_new=budgets)
+    decoder, weights = ms.Decoder(model, drafter), ms.Weights(params)
+    state = decoder.init(weights, PROMPTS, max_new=budgets)
     lengths, reports = np.array(state.lengths), []
     ends = lengths + budgets
     propose = jax.jit(lambda tokens, lengths: drafter.propose(None, (), tokens, lengths, None, DRAFTS))
-    for newest, report in decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 8):
+    for newest, report in decode_chunks(decoder, weights, state, policy, 8):
         state = newest
         reports.append(report)
     tokens = np.array(state.tokens)
@@ -352,7 +350,7 @@ def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
             at = lengths[row] + 2 * look
             if at < ends[row]:
                 proposal = propose(tokens[row : row + 1], np.asarray([at], np.int32))
-                count = min(int(proposal.lengths[0]), int(report.lengths[row] - at))
+                count = min(int(proposal.counts[0]), int(report.lengths[row] - at))
                 wrong = np.flatnonzero(proposal.tokens[0, :count] != tokens[row, at : at + count])
                 expected[look, row] = wrong[0] if wrong.size else count
                 judged.append(expected[look, row])
@@ -372,16 +370,16 @@ def test_hindsight_counts_the_leading_drafts_that_came_true(model, params):
 def test_an_accelerator_gets_its_next_chunk_before_the_last_one_is_read(model, params, monkeypatch, platform, expected):
     """e: a chunk is enqueued; r: a report is read. Sixteen tokens are four chunks of four steps."""
     events = []
-    drafter, policy = resolve_drafting(None, 0)
-    state = ms.init_decode(model, params, PROMPTS, drafter=drafter, max_drafts=0, max_new=[16, 3, 5])
+    decoder, weights = ms.Decoder(model, ms.NgramDrafter(0)), ms.Weights(params)
+    state = decoder.init(weights, PROMPTS, max_new=[16, 3, 5])
 
     def record(event, function):
         return lambda *args: (events.append(event), function(*args))[1]
 
-    chunks = decode_chunks(model, params, state, drafter, ms.Greedy(), None, policy, 4)
+    chunks = decode_chunks(decoder, weights, state, chunk_steps=4)
     with monkeypatch.context() as patch:
         patch.setattr(driver.jax, "default_backend", lambda: platform)
-        patch.setattr(driver, "_compiled_programs", lambda: 1)
+        patch.setattr(driver, "program_count", lambda _: 1)
         patch.setattr(driver, "_run_chunk", record("e", driver._run_chunk))
         patch.setattr(driver.jax, "device_get", record("r", jax.device_get))
         for newest, _ in chunks:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mamba_spec_jax as ms
 from mamba_spec_jax import assets
-from mamba_spec_jax.cache.tree import depths
+from mamba_spec_jax.cache.tree import Tree
 
 from .toy import ToyModel
 
@@ -50,7 +50,7 @@ class Hostile:
         own = choose(jnp.zeros((lengths.size, num_drafts, V + 3)).at[..., V + 1].set(9) + state, positions)
         return ms.Proposal(
             tokens=jnp.where(said["own"][:, None], own, said["tokens"]),
-            lengths=said["lengths"],
+            counts=said["counts"],
             state=state,
             probs=said["probs"] if self.with_probs else None,
             parents=said["parents"] if self.proposes_trees else None,
@@ -67,19 +67,21 @@ CASES = {
 }
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "method"))
+@jax.jit
+def decode(decoder, weights, state):
+    return decoder.until_finished(weights, state)
+
+
 def run(table, state, drafter, method, script):
-    return ms.decode_until_finished(MODEL, table, state, drafter, method, K, drafter_params=script)
+    return decode(ms.Decoder(MODEL, drafter, method, K), ms.Weights(table, script), state)
 
 
 @functools.cache
 def begin(drafter, temperature, limit=K):
     """Before the first step; every other row is greedy where `temperature` is not 0."""
     temperatures = np.where(np.arange(ROWS) % 2, temperature, 0.0)
-    return ms.init_decode(
-        MODEL, LOGITS, PROMPTS, drafter=drafter, max_drafts=K, max_new=NEW, draft_limit=limit, temperature=temperatures,
-        logprobs=True,
-    )  # fmt: skip
+    options = {"max_new": NEW, "depth_limit": limit, "temperature": temperatures, "logprobs": True}
+    return ms.Decoder(MODEL, drafter, num_drafts=K).init(ms.Weights(LOGITS), PROMPTS, **options)
 
 
 @functools.cache
@@ -96,7 +98,7 @@ def right_script(text):
     parents = np.tile(np.array([*range(-1, K - 1), 0], np.int32), (ROWS, NEW, 1))
     return {
         "tokens": text[:, at],
-        "lengths": np.full((ROWS, NEW), K, np.int32),
+        "counts": np.full((ROWS, NEW), K, np.int32),
         "probs": np.full((ROWS, NEW, K, V), 1 / V, np.float32),
         "parents": parents,
         "own": np.zeros((ROWS, NEW), bool),
@@ -109,7 +111,7 @@ def hostile_script(rng, text, share):
     shape = script["tokens"].shape
     parents = rng.integers(-1, K + 1, (ROWS, NEW, K + 1)).astype(np.int32)
     parents = np.where(rng.random(parents.shape) < 0.6, script["parents"], parents)
-    tree = np.asarray(depths(parents.reshape(-1, K + 1))).reshape(parents.shape)[..., 1:]
+    tree = np.asarray(Tree.create(parents.reshape(-1, K + 1)).depths).reshape(parents.shape)[..., 1:]
     at = np.clip(np.arange(2, 2 + NEW)[:, None] + tree - 1, 0, text.shape[1] - 1)
     right = np.where(rng.random((ROWS, NEW, 1)) < 0.5, script["tokens"], text[np.arange(ROWS)[:, None, None], at])
     tokens = np.where(rng.random(shape) < 0.3, rng.integers(0, V, shape), right)
@@ -124,7 +126,7 @@ def hostile_script(rng, text, share):
     probs = np.where(whole < 0.1, 0, np.where(whole < 0.2, np.nan, np.where(whole < 0.3, 1.0, probs)))
     return script | {
         "tokens": strange(tokens),
-        "lengths": strange(rng.integers(-2, K + 3, (ROWS, NEW))),
+        "counts": strange(rng.integers(-2, K + 3, (ROWS, NEW))),
         "probs": probs.astype(np.float32),
         "parents": strange(parents),
         "own": rng.random((ROWS, NEW)) < 0.1,
@@ -243,7 +245,7 @@ def test_the_bundled_model_reads_no_token_outside_its_vocabulary():
     said = jnp.asarray([1024, 99_999, -1, -5000, 2**31 - 1, 7], jnp.int32)
     prompts = [loaded.tokenizer.encode("def quicksort(items):").ids] * said.size
     options = {"drafter": Constant(), "drafter_params": said, "max_new": 8}
-    expected = ms.generate(loaded.model, loaded.params, prompts, draft_limit=0, **options)
+    expected = ms.generate(loaded.model, loaded.params, prompts, depth_limit=0, **options)
     assert all(expected.tokens[0])
     assert ms.generate(loaded.model, loaded.params, prompts, **options).tokens == expected.tokens
 
@@ -256,8 +258,8 @@ SAID = {
     "Says.propose returned tokens of type list, expected int32[1, 2]": GOOD.replace(tokens=[[0, 0]]),
     "Says.propose returned tokens float32[1, 2], expected int32[1, 2]": GOOD.replace(tokens=jnp.zeros((1, 2))),
     "Says.propose returned tokens int32[2], expected int32[1, 2]": GOOD.replace(tokens=Z[0]),
-    "Says.propose returned lengths of type NoneType, expected int32[1]": GOOD.replace(lengths=None),
-    "Says.propose returned lengths float32[1], expected int32[1]": GOOD.replace(lengths=jnp.zeros(1)),
+    "Says.propose returned counts of type NoneType, expected int32[1]": GOOD.replace(counts=None),
+    "Says.propose returned counts float32[1], expected int32[1]": GOOD.replace(counts=jnp.zeros(1)),
     "Says.propose returned probs of type list, expected float32[1, 2, 5]": GOOD.replace(probs=[0.5]),
     "Says.propose returned probs float32[1, 2, 6], expected float32[1, 2, 5]": GOOD.replace(probs=jnp.zeros((1, 2, 6))),
     "Says.propose returned parents, but its proposes_trees is False": GOOD.replace(parents=Z),
@@ -283,8 +285,8 @@ def test_garbage_is_named(message):
             return FOLLOWED.get(message, state)
 
     def step():
-        state = ms.init_decode(MODEL, LOGITS, [[1]], drafter=Says(2), max_drafts=2)
-        return ms.speculative_decode_step(MODEL, jnp.asarray(LOGITS), state, Says(2), ms.Greedy(), 2)
+        decoder, weights = ms.Decoder(MODEL, Says(2)), ms.Weights(jnp.asarray(LOGITS))
+        return decoder.step(weights, decoder.init(weights, [[1]]))
 
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(step)

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from mamba_spec_jax.speculative import acceptance, decode
+from mamba_spec_jax.speculative import acceptance
+from mamba_spec_jax.speculative import decoder as decoding
 from mamba_spec_jax.speculative.acceptance import accept
-from mamba_spec_jax.speculative.decode import speculative_decode_step
-from mamba_spec_jax.speculative.prompts import init_decode
+from mamba_spec_jax.speculative.decoder import Decoder
 from mamba_spec_jax.speculative.sampling import Filters, Sampling, filtered_log_probs
+from mamba_spec_jax.speculative.state import Weights
 
 from .toy import ToyDrafter, ToyModel, random_tables
 
@@ -33,18 +34,18 @@ RUNS, VOCAB, K = 100_000, 5, 2
 ALPHA, MUTANT = 1e-3, 1e-9
 PROMPT = [3, 0, 2]
 LOGITS, TABLE = random_tables(seed=0, vocab=VOCAB, floor=0.05)
-MODEL, DRAFTER = ToyModel(VOCAB), ToyDrafter(TABLE, K)
+MODEL, DRAFTER, WEIGHTS = ToyModel(VOCAB), ToyDrafter(TABLE, K), Weights(LOGITS)
 
 
 def make_step(drafter=DRAFTER):
     """The real loop's step, traced anew: jit would reuse a program from before a mutation for the function itself."""
-    return jax.jit(lambda state: speculative_decode_step(MODEL, LOGITS, state, drafter, Sampling(), K))
+    return jax.jit(lambda state: Decoder(MODEL, drafter, Sampling()).step(WEIGHTS, state))
 
 
 def run_loop(step, steps=3, **requests):
     """Steps 10^5 rows; returns their first `steps` tokens and how many the first pass emitted."""
     requests = {"max_new": 20, "temperature": 1, **requests}
-    state = init_decode(MODEL, LOGITS, [PROMPT] * RUNS, drafter=DRAFTER, max_drafts=K, **requests)
+    state = Decoder(MODEL, DRAFTER).init(WEIGHTS, [PROMPT] * RUNS, **requests)
     state = step(state)
     first = np.asarray(state.new_tokens)
     for _ in range(steps - 1):
@@ -137,7 +138,7 @@ def test_ragged_drafts_filters_and_temperature():
     """Rows with no, one and two drafts side by side, under a filtered target."""
     options = {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05}
     limits = np.arange(RUNS) % (K + 1)
-    tokens, first = run_loop(make_step(), draft_limit=limits, **options)
+    tokens, first = run_loop(make_step(), depth_limit=limits, **options)
     p = target_probs(**options)
     assert np.any(p == 0)
     for limit in range(K + 1):
@@ -148,7 +149,7 @@ def test_ragged_drafts_filters_and_temperature():
 def test_point_mass_drafts_give_the_tokens_of_plain_sampling():
     step = make_step(dataclasses.replace(DRAFTER, point_mass=True))
     tokens, first = run_loop(step)
-    plain, one = run_loop(step, draft_limit=0)
+    plain, one = run_loop(step, depth_limit=0)
     assert set(one) == {1}
     assert set(first) == {1, 2, 3}
     np.testing.assert_array_equal(tokens, plain)
@@ -174,7 +175,7 @@ def test_a_dropped_bonus_fails(monkeypatch):
         last = jnp.where(committed, result.last_correct_step_indices, lengths - 1)
         return dataclasses.replace(result, accept_lens=lengths, last_correct_step_indices=last)
 
-    monkeypatch.setattr(decode, "accept", mutated)
+    monkeypatch.setattr(decoding, "accept", mutated)
     tokens, first = run_loop(make_step())
     exact = exact_joint(target_probs(), K)
     # A state one token ahead of its text: the tokens are wrong.

@@ -6,7 +6,8 @@ import pytest
 
 import mamba_spec_jax as ms
 from mamba_spec_jax.assets import TINY
-from mamba_spec_jax.speculative.generate import collect, decode_chunks, resolve_drafting
+from mamba_spec_jax.speculative.chunks import decode_chunks
+from mamba_spec_jax.speculative.generate import collect
 
 SNIPPETS = [
     "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef read_lines(path):\n",
@@ -29,7 +30,7 @@ def prompts(bundled):
 
 @pytest.fixture(scope="module")
 def plain(bundled, prompts):
-    return ms.generate(bundled.model, bundled.params, prompts, depth=0, max_new=NEW).tokens
+    return ms.generate(bundled.model, bundled.params, prompts, num_drafts=0, max_new=NEW).tokens
 
 
 def assert_identical(actual, expected, logits_at):
@@ -54,7 +55,7 @@ def assert_identical(actual, expected, logits_at):
 def test_greedy_is_token_identical(bundled, prompts, plain, mode, strategy, drafts):
     """Other modes, strategies and depths than the test of bits below; their product is in tests/sweeps."""
     model = ms.HybridModel.create(bundled.model.config, speculative_mode=mode, strategy=strategy)
-    generation = ms.generate(model, bundled.params, prompts, depth=drafts, max_new=NEW)
+    generation = ms.generate(model, bundled.params, prompts, num_drafts=drafts, max_new=NEW)
 
     def logits_at(row, at):
         tokens = np.asarray([prompts[row] + plain[row][:at]], np.int32)
@@ -69,15 +70,18 @@ def test_greedy_is_token_identical(bundled, prompts, plain, mode, strategy, draf
 
 def test_sampled_is_token_identical_with_prompt_lookup(bundled, prompts, plain):
     options = {"top_k": 40, "top_p": 0.95, "temperature": 0.7, "seeds": 5, "max_new": NEW}
-    plainly = ms.generate(bundled.model, bundled.params, prompts, depth=0, **options)
-    speculatively = ms.generate(bundled.model, bundled.params, prompts, depth=7, **options)
+    plainly = ms.generate(bundled.model, bundled.params, prompts, num_drafts=0, **options)
+    speculatively = ms.generate(bundled.model, bundled.params, prompts, num_drafts=7, **options)
     assert speculatively.tokens == plainly.tokens
     assert speculatively.statistics.mean_acceptance_length > 1.1
     assert plainly.tokens != plain
 
 
-def test_automatic_depth_is_token_identical(bundled, prompts, plain):
-    assert ms.generate(bundled.model, bundled.params, prompts, depth="auto", max_new=NEW, chunk_steps=4).tokens == plain
+def test_an_automatic_number_of_drafts_is_token_identical(bundled, prompts, plain):
+    assert (
+        ms.generate(bundled.model, bundled.params, prompts, num_drafts="auto", max_new=NEW, chunk_steps=4).tokens
+        == plain
+    )
 
 
 def test_zero_drafts_in_the_same_compiled_step_give_the_same_bits(bundled, prompts, plain):
@@ -85,20 +89,11 @@ def test_zero_drafts_in_the_same_compiled_step_give_the_same_bits(bundled, promp
 
     And the tokens of plain decoding through a step of its own, one token wide.
     """
-    drafter, policy = resolve_drafting(None, 7)
+    decoder, weights = ms.Decoder(bundled.model, ms.NgramDrafter(7)), ms.Weights(bundled.params)
 
     def run(limit):
-        state = ms.init_decode(
-            bundled.model,
-            bundled.params,
-            prompts,
-            drafter=drafter,
-            max_drafts=7,
-            max_new=NEW,
-            draft_limit=limit,
-            logprobs=True,
-        )
-        for newest, _ in decode_chunks(bundled.model, bundled.params, state, drafter, ms.Greedy(), None, policy, 16):
+        state = decoder.init(weights, prompts, max_new=NEW, depth_limit=limit, logprobs=True)
+        for newest, _ in decode_chunks(decoder, weights, state):
             state = newest
         return state
 

@@ -49,19 +49,19 @@ def test_matches_brute_force(batch, filler, drafter, num_drafts):
         tokens[row, : len(text)] = text
     proposal = propose(drafter, tokens, np.array([len(text) for text in batch], np.int32), num_drafts)
     assert proposal.tokens.shape == (3, num_drafts)
-    assert proposal.tokens.dtype == proposal.lengths.dtype == jnp.int32
+    assert proposal.tokens.dtype == proposal.counts.dtype == jnp.int32
     assert proposal.probs is None
     for row, text in enumerate(batch):
         expected = oracle(text, num_drafts, drafter.max_ngram, drafter.min_ngram)
-        assert proposal.tokens[row, : proposal.lengths[row]].tolist() == expected
+        assert proposal.tokens[row, : proposal.counts[row]].tolist() == expected
 
 
 def one(tokens, num_drafts=8, **settings):
     padded = np.zeros((1, MAX_LEN), np.int32)
     padded[0, : len(tokens)] = tokens
     proposal = propose(NgramDrafter(8, **settings), padded, np.array([len(tokens)]), 8)
-    assert proposal.lengths[0] in (0, 8)
-    return proposal.tokens[0, : proposal.lengths[0]].tolist()[:num_drafts]
+    assert proposal.counts[0] in (0, 8)
+    return proposal.tokens[0, : proposal.counts[0]].tolist()[:num_drafts]
 
 
 def test_longest_suffix_wins_over_recency_and_recency_among_equals():
@@ -82,7 +82,7 @@ def test_nothing_to_propose():
     assert one([]) == []
     none = propose(NgramDrafter(8), np.zeros((2, MAX_LEN), np.int32), np.array([4, 4]), 0)
     assert none.tokens.shape == (2, 0)
-    assert none.lengths.tolist() == [0, 0]
+    assert none.counts.tolist() == [0, 0]
 
 
 def test_keeps_no_state():

@@ -71,10 +71,10 @@ def test_matches_a_plain_trie(batch, filler, asked):
     proposal = propose(drafter, *pad(batch, filler), num_drafts)
     assert proposal.tokens.shape == (3, num_drafts)
     assert proposal.parents.shape == (3, num_drafts + 1)
-    assert proposal.tokens.dtype == proposal.lengths.dtype == proposal.parents.dtype == np.int32
+    assert proposal.tokens.dtype == proposal.counts.dtype == proposal.parents.dtype == np.int32
     assert proposal.probs is None
     for row, text in enumerate(batch):
-        length = int(proposal.lengths[row])
+        length = int(proposal.counts[row])
         tokens, parents = oracle(text, num_drafts, drafter)
         assert proposal.tokens[row, :length].tolist() == tokens
         assert proposal.parents[row, : length + 1].tolist() == parents
@@ -88,14 +88,14 @@ def test_one_branch_is_the_chain(batch):
         propose(drafter, *pad(batch), 7) for drafter in (NgramTreeDrafter(7, max_branches=1), ms.NgramDrafter(7))
     )
     np.testing.assert_array_equal(tree.tokens, chain.tokens)
-    np.testing.assert_array_equal(tree.lengths, chain.lengths)
-    for row in np.flatnonzero(chain.lengths):
+    np.testing.assert_array_equal(tree.counts, chain.counts)
+    for row in np.flatnonzero(chain.counts):
         assert tree.parents[row].tolist() == list(range(-1, 7))
 
 
 def one(text):
     proposal = propose(NgramTreeDrafter(7, 2), *pad([text] * 3), 7)
-    length = int(proposal.lengths[0])
+    length = int(proposal.counts[0])
     return proposal.tokens[0, :length].tolist(), proposal.parents[0, : length + 1].tolist()
 
 

@@ -127,7 +127,7 @@ def test_rows_are_cut_at_their_first_stop(stops, table, tokens, lengths, remaini
     conditions = StopConditions.create(eos, stops, table)
     result = result_of(tokens, lengths)
     limits = jnp.array(remaining, jnp.int32), jnp.array(to_come, jnp.int32)
-    outcome = jit_limit(result, conditions, conditions.initial_states(B), *limits)
+    outcome = jit_limit(result, conditions, jnp.zeros(B, jnp.int32), *limits)
     for b in range(B):
         window = tokens[b][: lengths[b]]
         matched = first_stop(window, table, stops, to_come[b])
@@ -152,7 +152,7 @@ def test_rows_are_cut_at_their_first_stop(stops, table, tokens, lengths, remaini
 
 def test_partial_match_carries_over_a_step_and_rows_without_tokens_keep_it():
     conditions = StopConditions.create((), ["abc"], [b"a", b"b", b"c"])
-    states, reasons = conditions.initial_states(2), []
+    states, reasons = jnp.zeros(2, jnp.int32), []
     for tokens, lengths in (([2, 0, 1, 2], [3, 3]), ([2, 2, 2, 2], [0, 1]), ([2, 2, 2, 2], [2, 0])):
         outcome = jit_limit(
             result_of([tokens] * 2, lengths, False), conditions, states, np.full(2, 100), np.zeros(2, int)
@@ -173,7 +173,7 @@ def test_without_conditions_only_the_budget_stops():
     outcome = jit_limit(
         result_of([[1, 2, 3, 4]] * 3, [4, 4, 4]),
         conditions,
-        conditions.initial_states(3),
+        jnp.zeros(3, jnp.int32),
         np.array([9, 4, 2]),
         np.zeros(3, int),
     )

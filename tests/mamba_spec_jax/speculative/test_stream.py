@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from mamba_spec_jax.speculative import generate as driver
-from mamba_spec_jax.speculative import prompts as prefilling
+from mamba_spec_jax.speculative import chunks
+from mamba_spec_jax.speculative import decoder as decoding
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.drafters.ngram_tree import NgramTreeDrafter
 from mamba_spec_jax.speculative.generate import generate
@@ -111,16 +111,30 @@ def drain(events, rows):
 
 
 @pytest.mark.parametrize(
-    ("stops", "depth"),
+    ("stops", "num_drafts"),
     [([], 3), (["é"], 0), (["é"], 3), (["a日", "éa", " ab"], 3), (["a日", "éa", " ab"], "auto")],
 )
-def test_stream_equals_generate(tokenizer, stops, depth):
+def test_stream_equals_generate(tokenizer, stops, num_drafts):
     pieces, streamed = drain(
-        stream(MODEL, LOGITS, PROMPTS, tokenizer, stop_strings=stops, eos_ids=[SPECIAL_ID], depth=depth, **OPTIONS),
+        stream(
+            MODEL,
+            LOGITS,
+            PROMPTS,
+            tokenizer,
+            stop_strings=stops,
+            eos_ids=[SPECIAL_ID],
+            num_drafts=num_drafts,
+            **OPTIONS,
+        ),
         rows=len(PROMPTS),
     )
     whole = generate(
-        MODEL, LOGITS, PROMPTS, depth=depth, stops=text_stops(tokenizer, VOCAB, [SPECIAL_ID], stops), **OPTIONS
+        MODEL,
+        LOGITS,
+        PROMPTS,
+        num_drafts=num_drafts,
+        stops=text_stops(tokenizer, VOCAB, [SPECIAL_ID], stops),
+        **OPTIONS,
     )
     assert streamed.tokens == whole.tokens
     assert streamed.reasons == whole.reasons
@@ -134,7 +148,7 @@ def test_stream_equals_generate(tokenizer, stops, depth):
 def test_rows_end_where_the_shown_text_does(tokenizer):
     """A stop string split across tokens, and one that spells a special token, stop the device and the text alike."""
     rows, stops = 24, ["é", SPECIAL]
-    options = {"depth": 3, "temperature": 1, "max_new": 24}
+    options = {"num_drafts": 3, "temperature": 1, "max_new": 24}
     pieces, generation = drain(stream(MODEL, LOGITS, [[0]] * rows, tokenizer, stop_strings=stops, **options), rows)
     splits = 0
     for tokens, reason, row in zip(generation.tokens, generation.reasons, pieces, strict=True):
@@ -168,7 +182,7 @@ def test_min_new_holds_back_stop_strings_as_it_does_end_tokens(tokenizer, drafte
         len(prompts),
     )
     plain = generate(
-        MODEL, LOGITS, prompts, depth=0, stops=text_stops(tokenizer, VOCAB, [SPECIAL_ID], stops), **options
+        MODEL, LOGITS, prompts, num_drafts=0, stops=text_stops(tokenizer, VOCAB, [SPECIAL_ID], stops), **options
     )
     assert generation.tokens == plain.tokens
     assert generation.reasons == plain.reasons
@@ -195,11 +209,11 @@ def completes(tokens, at, stops):
 
 def test_requests_that_differ_in_every_option_share_one_program(tokenizer, monkeypatch):
     """Greedy rows beside drawn ones, with and without each filter, stop string and end token: traced once."""
-    chunk = chex.assert_max_traces(n=1)(driver._chunk)
-    counted = jax.jit(chunk, static_argnums=(0, 3, 4, 5, 7, 8), donate_argnums=2)
-    monkeypatch.setattr(driver, "_run_chunk", counted)
-    prefill = chex.assert_max_traces(n=1)(prefilling._prefill_chunk)
-    monkeypatch.setattr(prefilling, "_prefill", jax.jit(prefill, static_argnums=(0, 6), donate_argnums=(3, 8)))
+    chunk = chex.assert_max_traces(n=1)(chunks._chunk)
+    counted = jax.jit(chunk, static_argnums=(3, 4), donate_argnums=2)
+    monkeypatch.setattr(chunks, "_run_chunk", counted)
+    prefill = chex.assert_max_traces(n=1)(decoding.Decoder.prefill)
+    monkeypatch.setattr(decoding, "_prefill", jax.jit(prefill, donate_argnums=2))
     rng = np.random.default_rng(0)
     seen = set()
     for request in range(20):
@@ -215,8 +229,8 @@ def test_requests_that_differ_in_every_option_share_one_program(tokenizer, monke
             "top_p": [float(rng.uniform(0.3, 1)), 1, 0.9] if request % 3 else 1.0,
             "min_p": float(rng.uniform(0, 0.2)) if request % 4 else 0.0,
             "seeds": int(rng.integers(2**31)),
-            "draft_limit": rng.integers(0, 4, 3).tolist() if request % 5 else None,
-            "depth": 3,
+            "depth_limit": rng.integers(0, 4, 3).tolist() if request % 5 else None,
+            "num_drafts": 3,
             "chunk_steps": 4,
         }
         whole = generate(MODEL, LOGITS, prompts, stops=text_stops(tokenizer, VOCAB, ends, stops), **options)
@@ -232,7 +246,7 @@ def test_special_tokens_do_not_break_a_stop_string(tokenizer):
     """They have no text, so a stop string reads on across them, on the device as in the text."""
     stops = text_stops(tokenizer, VOCAB, [], ["ab"])
     tokens = np.array([[0, SPECIAL_ID, 1, 3]], np.int32)
-    completes, _ = jax.jit(stops.automaton.advance)(stops.initial_states(1), tokens, np.array([4], np.int32))
+    completes, _ = jax.jit(stops.automaton.advance)(np.zeros(1, np.int32), tokens, np.array([4], np.int32))
     assert completes.tolist() == [[False, False, True, False]]
     assembler = TextAssembler([*PIECES, b""], ["ab"])
     assert assembler.push(tokens[0].tolist()) + assembler.finish() == ""

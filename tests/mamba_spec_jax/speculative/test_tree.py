@@ -64,7 +64,7 @@ def test_the_best_nodes_are_a_tree(parents, steps, T):
     for b in range(B):
         possible = [t for t in range(1, N) if joint[b, t] > -np.inf]
         best = sorted(sorted(possible, key=lambda t: (-joint[b, t], t))[: T - 1])
-        assert int(found.lengths[b]) == len(best)
+        assert int(found.counts[b]) == len(best)
         nodes = [0, *best]
         assert np.asarray(found.nodes)[b, : len(nodes)].tolist() == nodes
         expected = [-1, *(nodes.index(parents[b, t]) for t in best)]

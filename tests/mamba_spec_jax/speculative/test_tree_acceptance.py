@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_spec_jax.cache.records import Draft
-from mamba_spec_jax.cache.tree import depths
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.speculative.acceptance import accept
 from mamba_spec_jax.speculative.sampling import Filters, Greedy, Purpose, Sampling, draw_keys, draw_tokens
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, limit_accept
@@ -27,7 +27,7 @@ jit_accept = jax.jit(accept, static_argnames=("method", "with_logprobs"))
 
 
 def run(logits, draft, method=Greedy(), temperature=1.0, top_k=0):  # noqa: B008, frozen
-    steps = jnp.arange(T, dtype=jnp.int32) if draft.parents is None else depths(draft.parents)
+    steps = jnp.arange(T, dtype=jnp.int32) if draft.parents is None else Tree.create(draft.parents).depths
     draft = jax.tree.map(np.asarray, draft)
     return jit_accept(
         method,
@@ -87,7 +87,7 @@ def test_greedy_walk(data):
     draft = data.draw(drafts_for(best))
     logits = 5 * np.eye(V)[best]
     result = run(logits, draft)
-    check_walk(result, draft.parents, draft.tokens, draft.lengths, best, draft.slots, logits)
+    check_walk(result, draft.parents, draft.tokens, draft.counts, best, draft.slots, logits)
 
 
 @functools.cache
@@ -108,13 +108,13 @@ def drawn(positions):
 def test_coupled_walk(data):
     """Without probabilities: at every node the token of plain sampling, with the noise of its position."""
     parents = data.draw(trees(B, T))
-    targets = np.asarray(drawn(STARTS + depths(parents)))
+    targets = np.asarray(drawn(STARTS + Tree.create(parents).depths))
     draft = dataclasses.replace(data.draw(drafts_for(targets)), parents=parents)
     right = np.take_along_axis(targets, np.maximum(parents, 0), axis=1)
     tokens = np.where(data.draw(st.booleans()), right, draft.tokens).astype(np.int32)
     draft = dataclasses.replace(draft, tokens=tokens)
     result = run(noisy_logits(), draft, Sampling(), top_k=4)
-    check_walk(result, parents, tokens, draft.lengths, targets, draft.slots, noisy_logits())
+    check_walk(result, parents, tokens, draft.counts, targets, draft.slots, noisy_logits())
 
 
 @pytest.mark.parametrize("method", [Greedy(), Sampling()])

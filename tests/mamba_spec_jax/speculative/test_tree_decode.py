@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mamba_spec_jax as ms
-from mamba_spec_jax.cache.tree import depths
-from mamba_spec_jax.speculative import generate as driver
+from mamba_spec_jax.cache.tree import Tree
+from mamba_spec_jax.speculative.hindsight import Probe, judge
 from mamba_spec_jax.speculative.tree import TreeTopology
 
 from ..tiny import DENSE, random_params
@@ -45,7 +45,7 @@ class ScriptedTrees:
         foreseen, parents, wrong = (jnp.asarray(leaf) for leaf in state)
         rows = jnp.arange(lengths.shape[0])
         tree, offset = parents[rows, lengths % TREES], wrong[rows, lengths % TREES]
-        at = jnp.minimum(lengths[:, None] - 1 + depths(tree), foreseen.shape[1] - 1)
+        at = jnp.minimum(lengths[:, None] - 1 + Tree.create(tree).depths, foreseen.shape[1] - 1)
         drafts = (jnp.take_along_axis(foreseen, at, axis=1) + offset) % DENSE.vocab_size
         count = jnp.full(lengths.shape, num_drafts, jnp.int32)
         return ms.Proposal(drafts[:, 1:], count, state, parents=tree)
@@ -58,14 +58,18 @@ CONFIG = dataclasses.replace(DENSE, layer_types=("mamba", "attention"))
 DRAFTER = ScriptedTrees()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4), compiler_options=QUICKLY)
+@functools.partial(jax.jit, compiler_options=QUICKLY)
+def decode(decoder, weights, state):
+    return decoder.until_finished(weights, state)
+
+
 def run(model, params, state, method, num_drafts):
-    return ms.decode_until_finished(model, params, state, DRAFTER, method, num_drafts)
+    return decode(ms.Decoder(model, DRAFTER, method, num_drafts), ms.Weights(params), state)
 
 
 def begin(model, **requests):
-    options = {"drafter": DRAFTER, "max_drafts": K, "max_new": NEW, "temperature": 1, "logprobs": True, **requests}
-    return ms.init_decode(model, random_params(model), PROMPTS, **options)
+    options = {"max_new": NEW, "temperature": 1, "logprobs": True, **requests}
+    return ms.Decoder(model, DRAFTER, num_drafts=K).init(ms.Weights(random_params(model)), PROMPTS, **options)
 
 
 @functools.cache
@@ -105,7 +109,7 @@ def test_trees_give_the_tokens_of_plain_decoding(case, method):
     model = ms.HybridModel.create(CONFIG, **CASES[case])
     expected = plain(method)
     for seed, limits in enumerate(([K, K, K], [2, 0, 1])):
-        state = begin(model, draft_limit=limits)
+        state = begin(model, depth_limit=limits)
         state = script(without_room(state) if case != "snapshot" else state, expected.tokens, seed)
         state = jax.device_get(run(model, random_params(model), state, method, K))
         np.testing.assert_array_equal(state.tokens, expected.tokens)
@@ -126,16 +130,15 @@ def test_trees_give_the_tokens_of_plain_decoding(case, method):
 
 
 def test_drafts_judged_in_hindsight():
-    """A plain chunk with an automatic depth asks how deep a tree would have got."""
+    """A plain chunk with an automatic number of drafts asks how deep a tree would have got."""
     model, expected = ms.HybridModel.create(CONFIG), plain(ms.Greedy())
     state = script(begin(model), expected.tokens, seed=0)
     starts = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     proposal = jax.jit(lambda state: DRAFTER.propose(None, state.drafter, state.tokens, starts, None, K))(state)
-    foreseen = jax.jit(driver._foreseen)
     counts, lengths = np.array([K, 3, -1], np.int32), starts + np.array([NEW, NEW, NEW], np.int32)
-    found = foreseen(proposal.tokens, proposal.parents, counts, starts, dataclasses.replace(
-        expected, lengths=lengths
-    ))  # fmt: skip
+    probe = Probe(proposal.tokens, proposal.parents, counts, starts)
+    foreseen = jax.jit(lambda state: judge(jax.tree.map(lambda leaf: leaf[None], probe), state)[0])
+    found = foreseen(dataclasses.replace(expected, lengths=lengths))
     for row in range(B):
         following = expected.tokens[row, starts[row] :]
         deepest = 0
@@ -146,7 +149,7 @@ def test_drafts_judged_in_hindsight():
         assert found[row] == (deepest if counts[row] >= 0 else -1)
     assert max(found) > 1
     at_once = dataclasses.replace(expected, lengths=starts + 1)
-    found = foreseen(proposal.tokens, proposal.parents, counts, starts, at_once)
+    found = foreseen(at_once)
     assert max(found) == 1, "no more than the text that there is"
 
 
@@ -156,8 +159,10 @@ TOY_DRAFTER = ToyTreeDrafter(TABLE, TreeTopology.from_branching([2, 2]))
 
 
 def test_a_tree_makes_room_for_itself():
-    chain = ms.init_decode(TOY, LOGITS, [[1, 2]], drafter=ms.NgramDrafter(6), max_drafts=6, max_new=62)
-    tree = ms.init_decode(TOY, LOGITS, [[1, 2]], drafter=TOY_DRAFTER, max_drafts=6, max_new=62)
+    chain, tree = (
+        ms.Decoder(TOY, drafter).init(ms.Weights(LOGITS), [[1, 2]], max_new=62)
+        for drafter in (ms.NgramDrafter(6), TOY_DRAFTER)
+    )
     assert (chain.cache.max_len, tree.cache.max_len) == (64, 128)
 
 
@@ -183,10 +188,10 @@ class Narrow(ToyTreeDrafter):
     ],
 )
 def test_what_is_no_tree_is_refused_while_tracing(drafter, message):
-    drafter = drafter(TABLE, TOY_DRAFTER.topology)
-    state = ms.init_decode(TOY, LOGITS, [[1, 2]], drafter=drafter, max_drafts=6, max_new=8)
+    decoder, weights = ms.Decoder(TOY, drafter(TABLE, TOY_DRAFTER.topology)), ms.Weights(LOGITS)
+    state = decoder.init(weights, [[1, 2]], max_new=8)
     with pytest.raises(ValueError, match=re.escape(message)):
-        jax.eval_shape(lambda s: ms.speculative_decode_step(TOY, LOGITS, s, drafter, ms.Greedy(), 6), state)
+        jax.eval_shape(decoder.step, weights, state)
 
 
 def test_a_model_refuses_what_is_no_tree():

@@ -19,9 +19,9 @@ import pytest
 from mamba_spec_jax.cache.records import Draft
 from mamba_spec_jax.speculative import tree_acceptance
 from mamba_spec_jax.speculative.acceptance import accept
-from mamba_spec_jax.speculative.decode import speculative_decode_step
-from mamba_spec_jax.speculative.prompts import init_decode
+from mamba_spec_jax.speculative.decoder import Decoder
 from mamba_spec_jax.speculative.sampling import Sampling
+from mamba_spec_jax.speculative.state import Weights
 from mamba_spec_jax.speculative.tree import TreeTopology
 
 from .test_joint_distribution import (
@@ -45,10 +45,10 @@ DRAFTER = ToyTreeDrafter(TABLE, TreeTopology.from_branching([2] * DEPTH))
 
 def run_loop(drafter=DRAFTER, **requests):
     """The first tokens of RUNS rows after some steps, and how many of them the first pass emitted."""
-    K = drafter.max_drafts
-    step = jax.jit(lambda state: speculative_decode_step(MODEL, LOGITS, state, drafter, Sampling(), K))
+    decoder, weights = Decoder(MODEL, drafter, Sampling()), Weights(LOGITS)
+    step = jax.jit(lambda state: decoder.step(weights, state))
     requests = {"max_new": 8, "seeds": SEEDS, "temperature": 1, **requests}
-    state = init_decode(MODEL, LOGITS, [PROMPT] * RUNS, drafter=drafter, max_drafts=K, **requests)
+    state = decoder.init(weights, [PROMPT] * RUNS, **requests)
     state = step(state)
     first = np.asarray(state.new_tokens)
     for _ in range(STEPS - 1):
@@ -95,7 +95,7 @@ def count_with_first(tokens, first):
 def test_three_tokens_have_the_targets_distribution():
     """Rows that may go no, one and two nodes deep side by side."""
     limits = np.arange(RUNS) % (DEPTH + 1)
-    tokens, first = run_loop(draft_limit=limits)
+    tokens, first = run_loop(depth_limit=limits)
     assert exact_joint(DEPTH).sum(axis=(1, 2, 3)).min() > 0.1
     for limit in range(DEPTH + 1):
         rows = limits == limit
@@ -107,7 +107,7 @@ def test_nodes_chosen_outright_give_the_tokens_of_plain_sampling():
     """Row by row: every other row has its predecessor's seed, and no drafts."""
     drafter = dataclasses.replace(DRAFTER, point_mass=True)
     rows = np.arange(RUNS)
-    tokens, first = run_loop(drafter, seeds=rows // 2, draft_limit=DEPTH * (rows % 2))
+    tokens, first = run_loop(drafter, seeds=rows // 2, depth_limit=DEPTH * (rows % 2))
     assert set(first[0::2]) == {1}
     assert set(first[1::2]) == {1, 2, 3}
     np.testing.assert_array_equal(tokens[1::2], tokens[0::2])
@@ -125,7 +125,7 @@ def three_children():
     nodes = np.zeros((RUNS, 4), np.int32)
     draft = Draft(
         tokens=np.concatenate([nodes[:, :1], children], axis=1).astype(np.int32),
-        lengths=nodes[:, 0] + 3,
+        counts=nodes[:, 0] + 3,
         slots=nodes[:, 0],
         probs=np.broadcast_to(Q, (RUNS, 3, VOCAB)).astype(np.float32),
         parents=TreeTopology.from_branching([3]).rows(RUNS),

@@ -8,7 +8,7 @@ import numpy as np
 
 from mamba_spec_jax.cache.pools import HybridCache, PoolSpec, gather_lengths, slot_index
 from mamba_spec_jax.cache.records import RecordSpec, VerifyRecord
-from mamba_spec_jax.cache.tree import path_to
+from mamba_spec_jax.cache.tree import Tree
 from mamba_spec_jax.modes import CommitStrategy, ForwardMode
 from mamba_spec_jax.speculative.protocol import ModelOutput, Proposal
 from mamba_spec_jax.speculative.sampling import Purpose, draw_keys, draw_tokens
@@ -29,9 +29,7 @@ class ToyBackend:
         if record.spec != self.record_spec:
             raise ValueError(f"this record was made by {record.spec}, but the commit belongs to {self.record_spec}")
         steps = last_correct_step_indices
-        counts = steps + 1
-        if record.parents is not None:
-            counts = jnp.sum(path_to(record.parents, steps, record.parents.shape[1]) >= 0, axis=1)
+        _, counts = record.path_to(steps)
         kept = (steps >= 0) & (steps < record.num_tokens)
         slots = jnp.where(kept, slot_index(record.slots, cache.slots), cache.slots)
         states = record.recurrent[:, jnp.arange(steps.shape[0]), jnp.maximum(steps, 0)]
@@ -89,11 +87,11 @@ class ToyModel:
         record = VerifyRecord(
             slots=draft.slots,
             num_tokens=draft.num_tokens,
-            lengths=gather_lengths(cache, draft.slots),
+            held=gather_lengths(cache, draft.slots),
             recurrent=states,
             conv_inputs=jnp.zeros((1, *draft.tokens.shape, 1)),
             spec=self.backend.record_spec,
-            parents=draft.parents,
+            tree=None if draft.parents is None else Tree.create(draft.parents),
         )
         cache = dataclasses.replace(cache, awaiting_commit=True)
         return ModelOutput(params[previous, draft.tokens], cache, record)
@@ -134,7 +132,7 @@ class ToyDrafter:
             probs.append(q)
         return Proposal(
             tokens=jnp.stack(drafts, axis=1),
-            lengths=jnp.full(last.shape, num_drafts, jnp.int32),
+            counts=jnp.full(last.shape, num_drafts, jnp.int32),
             state=state,
             probs=None if self.point_mass else jnp.stack(probs, axis=1),
         )
@@ -180,7 +178,7 @@ class ToyTreeDrafter:
         drafted = range(1, num_drafts + 1)
         return Proposal(
             tokens=jnp.stack([nodes[node] for node in drafted], axis=1),
-            lengths=jnp.full(lengths.shape, num_drafts, jnp.int32),
+            counts=jnp.full(lengths.shape, num_drafts, jnp.int32),
             state=state,
             probs=None if self.point_mass else jnp.stack([probs[node] for node in drafted], axis=1),
             parents=self.topology.rows(lengths.shape[0]),

@@ -231,16 +231,12 @@ def test_speculation_with_the_head_loses_nothing(carried):
     _, loaded, _ = carried
     found = ms.load_drafter(loaded.folder, loaded, max_drafts=2)
 
-    @jax.jit
-    def decode(params, drafter_params, state):
-        return ms.decode_until_finished(
-            found.target, params, state, found.drafter, ms.Greedy(), 2, drafter_params=drafter_params
-        )
+    decoder = ms.Decoder(found.target, found.drafter, num_drafts=2)
+    weights = ms.Weights(loaded.params, found.params)
+    decode = jax.jit(decoder.until_finished)
 
     def run(limit):
-        options = {"max_drafts": 2, "max_new": 24, "draft_limit": limit, "drafter_params": found.params}
-        state = ms.init_decode(found.target, loaded.params, [[1, 2, 3], [4, 5]], drafter=found.drafter, **options)
-        return decode(loaded.params, found.params, state)
+        return decode(weights, decoder.init(weights, [[1, 2, 3], [4, 5]], max_new=24, depth_limit=limit))
 
     plain, speculative = run(0), run(2)
     assert int(plain.statistics.drafted.sum()) == 0

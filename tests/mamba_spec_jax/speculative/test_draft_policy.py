@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mamba_spec_jax.speculative.depth import AutoDepth, ChunkCosts, FixedDepth
+from mamba_spec_jax.speculative.draft_policy import AutoDrafts, ChunkCosts, FixedDrafts
 
 CHUNK_STEPS, LOOKS = 16, 4
 
@@ -14,7 +14,7 @@ def costs(depth, seconds, tokens, passes, remaining=100, steps=0):
 
 
 def started(rows=1, remaining=100, **options):
-    policy = AutoDepth(8, **options)
+    policy = AutoDrafts(8, **options)
     policy.start(np.full(rows, remaining))
     return policy
 
@@ -44,14 +44,14 @@ def simulate(policy, ratio, rates, new_tokens=512):
 
 @pytest.mark.parametrize("ratio", [1.3, 2.0, 3.5])
 def test_useless_drafts_cost_nothing(ratio):
-    sooner, chosen = simulate(AutoDepth(8), ratio, lambda _: np.array([1.1]), new_tokens=2048)
+    sooner, chosen = simulate(AutoDrafts(8), ratio, lambda _: np.array([1.1]), new_tokens=2048)
     assert sooner == 1
     assert set(chosen) == {0}
 
 
 @pytest.mark.parametrize(("ratio", "least"), [(1.1, 1.1), (3.5, 0.98)])
 def test_modest_drafts_are_tried_once_a_try_weighs_little(ratio, least):
-    sooner, chosen = simulate(AutoDepth(8), ratio, lambda _: np.array([1.3]), new_tokens=1024)
+    sooner, chosen = simulate(AutoDrafts(8), ratio, lambda _: np.array([1.3]), new_tokens=1024)
     tried = chosen.index(8)
     assert 8 <= tried <= 16
     assert set(chosen[tried:]) == ({8} if ratio < 1.3 else {0, 8})
@@ -59,7 +59,7 @@ def test_modest_drafts_are_tried_once_a_try_weighs_little(ratio, least):
 
 
 def test_useful_drafts_are_taken_up_soon():
-    sooner, chosen = simulate(AutoDepth(8), 2.0, lambda _: np.array([5.0]))
+    sooner, chosen = simulate(AutoDrafts(8), 2.0, lambda _: np.array([5.0]))
     assert chosen[0] == 0
     assert set(chosen[1:]) == {8}
     assert sooner > 2
@@ -67,7 +67,7 @@ def test_useful_drafts_are_taken_up_soon():
 
 @pytest.mark.parametrize("rate", [2.2, 2.6])
 def test_a_promise_that_is_not_kept_costs_little(rate):
-    sooner, chosen = simulate(AutoDepth(8), 3.5, lambda _: np.array([rate]))
+    sooner, chosen = simulate(AutoDrafts(8), 3.5, lambda _: np.array([rate]))
     assert chosen.count(8) == 1
     assert sooner > 0.97
 
@@ -76,7 +76,7 @@ def test_a_promise_that_is_not_kept_costs_little(rate):
 @pytest.mark.parametrize("ratio", [1.2, 2.0, 3.5])
 def test_losses_stay_within_the_stake_whatever_the_drafts_do(ratio, new_tokens):
     """The worst text there is: drafts look right in hindsight, and never are when they are verified."""
-    policy = AutoDepth(8)
+    policy = AutoDrafts(8)
     policy.start(np.array([new_tokens]))
     done = spent = 0.0
     tried = 0
@@ -106,7 +106,7 @@ def test_what_was_won_may_be_lost():
 
 
 def test_it_follows_the_text_both_ways():
-    policy = AutoDepth(8)
+    policy = AutoDrafts(8)
     simulate(policy, 2.0, lambda _: np.array([5.0]))  # an earlier generation, from which it knows the cost
     _, chosen = simulate(policy, 2.0, lambda at: np.array([5.0 if 300 <= at < 900 else 1.0]), new_tokens=1200)
     changes = [i for i in range(1, len(chosen)) if chosen[i] != chosen[i - 1]]
@@ -118,7 +118,7 @@ def test_it_follows_the_text_both_ways():
 
 def test_the_slowest_row_decides():
     """The mean rate of 5.7 is far above the cost, but the batch is done when its last row is."""
-    sooner, chosen = simulate(AutoDepth(8), 3.0, lambda _: np.array([1.1, 8.0, 8.0]))
+    sooner, chosen = simulate(AutoDrafts(8), 3.0, lambda _: np.array([1.1, 8.0, 8.0]))
     assert chosen.count(8) <= 2  # the first chunk says too little of the row by itself
     assert sooner > 0.96
     # Once that row has little left, it no longer does.
@@ -174,13 +174,13 @@ def test_another_generation_starts_afresh_but_knows_the_cost():
 
 
 def test_chunks_at_full_depth_are_short():
-    policy = AutoDepth(8)
+    policy = AutoDrafts(8)
     assert [policy.steps(depth, 64) for depth in (0, 8)] == [64, 4]
     assert policy.steps(8, 1) == 1
 
 
 def test_fixed_depth_is_fixed():
-    policy = FixedDepth(3)
+    policy = FixedDrafts(3)
     policy.start(np.array([100]))
     policy.observe(costs(3, 9.0, 1.0, 1.0))
     assert policy.choose() == 3
@@ -188,5 +188,5 @@ def test_fixed_depth_is_fixed():
 
 
 def test_automatic_depth_needs_drafts():
-    with pytest.raises(ValueError, match=r"AutoDepth\.max_drafts is 0, expected at least 1"):
-        AutoDepth(0)
+    with pytest.raises(ValueError, match=r"AutoDrafts\.max_drafts is 0, expected at least 1"):
+        AutoDrafts(0)
