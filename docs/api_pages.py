@@ -54,14 +54,15 @@ PAGES = {
         "Cache, records and modes",
         "The buffers that are kept between steps, what goes into a verify pass and comes out of it, and the static "
         "choices.",
-        "HybridCache MambaPool KVCache PoolSpec Ring RingSpec Draft VerifyRecord RecordSpec ModelOutput SlotAllocator "
-        "reset_slots tracking_steps ForwardMode SpeculativeMode CommitStrategy ReplayRing DTypePolicy Device",
+        "HybridCache MambaPool KVCache PoolSpec Ring RingSpec Draft Tree VerifyRecord RecordSpec ModelOutput "
+        "SlotAllocator reset_slots tracking_steps ForwardMode SpeculativeMode CommitStrategy "
+        "ReplayRing DTypePolicy Device",
     ),
     "ops": (
         "Ops",
         "The functions of `pallas_kernels`, which need nothing from the rest of the library.",
-        "selective_state_update fold_history StateUpdate gated_delta_update causal_conv1d_update ConvUpdate "
-        "decode_attention state_commit state_scatter ssd_chunk_scan gated_delta_chunk",
+        "selective_state_update fold_history StateUpdate gated_delta_update mamba1_state_update causal_conv1d_update "
+        "ConvUpdate decode_attention state_commit state_scatter ssd_chunk_scan gated_delta_chunk",
     ),
 }
 
@@ -85,6 +86,9 @@ def write(folder: pathlib.Path) -> None:
     if rest:
         pages["more"] = ("More", "Names that are on no other page.", rest)
     folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.md"):
+        if path.stem not in (*pages, "index"):
+            path.unlink()  # of an earlier build
     for page, (title, about, listed) in pages.items():
         entries = "\n".join(_entry(name, *names[name]) for name in listed)
         _write(folder / f"{page}.md", f"# {title}\n\n{about}\n\n```{{eval-rst}}\n{entries}```\n")

@@ -112,6 +112,9 @@ def _copy_notebooks(app):
     """The notebooks are in their own folder at the root; Sphinx reads below `docs` only."""
     target = DOCS / "notebooks"
     target.mkdir(exist_ok=True)
+    for copy in target.glob("*.ipynb"):
+        if not (ROOT / "notebooks" / copy.name).exists():
+            copy.unlink()  # of an earlier build
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         copy = target / notebook.name
         if not copy.exists() or copy.read_bytes() != notebook.read_bytes():
