@@ -113,7 +113,7 @@ def fold_history(
     state: jax.Array,
     ring: Ring,
     *,
-    layer: int | jax.Array,
+    layer: int,
     slots: jax.Array,
     num_tokens: jax.Array | None = None,
     to_slots: jax.Array | None = None,
@@ -132,7 +132,7 @@ def fold_history(
     Args:
         state: `[L, S, Hv, V, K]`, the pool; donate it.
         ring: as of `gated_delta_update`.
-        layer: which layer of pool and ring: an int, or an int32 scalar.
+        layer: which layer of pool and ring (static).
         slots: `[B]` int32.
         num_tokens: `[B]` int32, 0..Q, inputs that were only just written included; the counts by default.
         to_slots: `[B]` int32; slots by default.

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gated_delta_update.recurrence import Tokens
@@ -19,7 +18,6 @@ class Reads(NamedTuple):
     """Arrays that a launch reads, or in a kernel their refs; None where the pass has none.
 
     Attributes:
-        layer: `[1]` int32, read rather than compiled in, so that all layers share one kernel.
         slots: `[B]`.
         num_tokens: `[B]`; of a fold, None is the counts.
         tokens: the window's.
@@ -32,7 +30,6 @@ class Reads(NamedTuple):
         to_slots: `[B]`, of a fold without a window.
     """
 
-    layer: Any
     slots: Any
     num_tokens: Any
     tokens: Any = None
@@ -63,7 +60,6 @@ def launch_update(
     """Runs `kernel(reads, o ref, buffers)` on a window, a program of it on `rows` of V."""
     ring, in_place = call.ring, writes_state(call)
     reads = Reads(
-        _array(call.layer),
         call.slots,
         call.num_tokens,
         call.inputs,
@@ -85,7 +81,7 @@ def launch_update(
 def launch_fold(kernel: Kernel, call: Fold, *, rows: int, num_warps: int, interpret: bool) -> jax.Array:
     """Runs `kernel(reads, None, buffers)` on histories alone."""
     ring = call.ring
-    reads = Reads(_array(call.layer), call.slots, call.num_tokens, kept=Tokens(**ring.inputs), to_slots=call.to_slots)
+    reads = Reads(call.slots, call.num_tokens, kept=Tokens(**ring.inputs), to_slots=call.to_slots)
     reads = reads._replace(order=ring.order, starts=ring.starts, counts=ring.counts)
     return _launch(kernel, reads, None, Buffers(call.state), call.state, rows, num_warps, interpret)[1].state
 
@@ -104,7 +100,3 @@ def _launch(kernel, reads, outputs, buffers, state, rows, num_warps, interpret):
 def stored_count(reads: Reads, b: jax.Array, slot: jax.Array) -> jax.Array:
     """How many inputs of its ring row b folds."""
     return reads.counts[slot] if reads.num_tokens is None else reads.num_tokens[b]
-
-
-def _array(layer: int | jax.Array) -> jax.Array:
-    return jnp.full(1, layer, jnp.int32)

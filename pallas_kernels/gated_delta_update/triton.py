@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -44,11 +45,11 @@ _MOST_WARPS = 4
 
 def update(rule: GatedDelta, call: Pass, *, interpret: bool) -> StateUpdate:
     """The step form, on chains and trees."""
-    (_, S, _, V, _), dtype = call.state.shape, call.state.dtype
+    (_, S, _, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
     (T, Hk), rows = call.inputs.k.shape[1:3], block_rows(V, dtype)
 
     def gated_delta_update_kernel(reads, o_ref, buffers):
-        state_ref, layer = buffers.state if writes_state(call) else reads.state, reads.layer[0]
+        state_ref = buffers.state if writes_state(call) else reads.state
         b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
         slot, valid = slot_of(reads.slots, b, S)
         count = jnp.where(valid, jnp.clip(reads.num_tokens[b], 0, T), 0)
@@ -83,11 +84,11 @@ def update(rule: GatedDelta, call: Pass, *, interpret: bool) -> StateUpdate:
 
 def fold_history(rule: GatedDelta, call: Fold, *, interpret: bool) -> jax.Array:
     """The pool with the states after the first inputs of each row's ring, with `update`'s bits."""
-    (_, S, _, V, _), dtype = call.state.shape, call.state.dtype
+    (_, S, _, V, _), dtype, layer = call.state.shape, call.state.dtype, np.int32(call.layer)
     Hk = call.ring.inputs["k"].shape[3]
 
     def gated_delta_fold_kernel(reads, _, buffers):
-        layer, b, tile = reads.layer[0], pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
+        b, tile = pl.program_id(2), tile_of(pl.program_id(0), pl.program_id(1), call.state, Hk)
         (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
         count = jnp.where(valid & has_target, jnp.clip(stored_count(reads, b, slot), 0, call.ring.length), 0)
         state = load_state(tile, buffers.state, (layer, slot), where=valid & has_target)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -36,12 +37,12 @@ NUM_WARPS = 4
 
 def update(rule: GatedDelta, call: Pass, *, interpret: bool) -> StateUpdate:
     """The chunked form, on chains and trees."""
-    _, S, _, V, _ = call.state.shape
+    (_, S, _, V, _), layer = call.state.shape, np.int32(call.layer)
     T, Hk = call.inputs.k.shape[1:3]
     padded = max(SIDE, pl.next_power_of_2(T))
 
     def gated_delta_update_chunk_kernel(reads, o_ref, buffers):
-        state_ref, layer = buffers.state if writes_state(call) else reads.state, reads.layer[0]
+        state_ref = buffers.state if writes_state(call) else reads.state
         b, parts = pl.program_id(2), _parts(call.state, Hk)
         slot, valid = slot_of(reads.slots, b, S)
         t = jnp.arange(padded, dtype=jnp.int32)
@@ -82,11 +83,11 @@ def update(rule: GatedDelta, call: Pass, *, interpret: bool) -> StateUpdate:
 
 def fold_history(rule: GatedDelta, call: Fold, *, interpret: bool) -> jax.Array:
     """The pool with the states after the first inputs of each row's ring, with `update`'s bits."""
-    _, S, _, V, _ = call.state.shape
+    (_, S, _, V, _), layer = call.state.shape, np.int32(call.layer)
     Hk = call.ring.inputs["k"].shape[3]
 
     def gated_delta_fold_chunk_kernel(reads, _, buffers):
-        layer, b, parts = reads.layer[0], pl.program_id(2), _parts(call.state, Hk)
+        b, parts = pl.program_id(2), _parts(call.state, Hk)
         (slot, valid), (to_slot, has_target) = slot_of(reads.slots, b, S), slot_of(reads.to_slots, b, S)
         size = jnp.where(valid & has_target, jnp.clip(stored_count(reads, b, slot), 0, call.ring.length), 0)
         history = History(reads.order, slot, reads.starts[slot], size)
