@@ -1,6 +1,7 @@
 """Speculative decoding as one object: draft, verify in one pass, accept, commit; a step of it, and loops of steps."""
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -39,7 +40,8 @@ class Decoder:
             drafter is not asked for 0. By default its `max_drafts`.
 
     Raises:
-        ValueError: what came is no drafter, or one that does not fit the target.
+        ValueError: what came is no drafter, one that does not fit the target, no method, or no number of drafts that
+            the drafter can propose.
     """
 
     model: SpeculativeModel
@@ -49,8 +51,13 @@ class Decoder:
 
     def __post_init__(self):
         require_fitting(self.drafter, self.model)
-        if self.num_drafts is None:
-            object.__setattr__(self, "num_drafts", self.drafter.max_drafts)
+        if not isinstance(self.method, Method):
+            raise ValueError(f"method is {self.method!r}, expected Greedy() or Sampling()")
+        K, most = self.num_drafts, self.drafter.max_drafts
+        if K is None:
+            object.__setattr__(self, "num_drafts", most)
+        elif isinstance(K, bool) or not isinstance(K, numbers.Integral) or not 0 <= K <= most:
+            raise ValueError(f"num_drafts is {K!r}, expected 0..{most}, what {type(self.drafter).__name__} can propose")
 
     def init(
         self,
@@ -75,11 +82,16 @@ class Decoder:
             **options: see `RowOptions`.
 
         Raises:
-            ValueError: for prompts, lengths or options that do not fit, and for an option of the draws where no row
-                draws.
+            ValueError: for prompts, lengths or options that do not fit, for an option of the draws where no row draws,
+                and for a temperature under `Greedy`.
         """
         lengths, B = check_prompts(prompts, self.model.vocab_size), len(prompts)
         requests = Requests.create(B, self.num_drafts, **options)
+        if isinstance(self.method, Greedy) and np.any(np.asarray(requests.temperature) > 0):
+            raise ValueError(
+                f"temperature is {options['temperature']}, but the decoder's method is Greedy(), which draws nothing: "
+                "make the decoder with Sampling(), or leave temperature out"
+            )
         longest = int(np.max(lengths.astype(np.int64) + requests.max_new))
         max_len = next_power_of_two(longest + (self.num_drafts if self.drafter.proposes_trees else 0))
         tokens = np.zeros((B, max_len), np.int32)

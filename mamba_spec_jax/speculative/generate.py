@@ -16,7 +16,7 @@ from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.drafts import require_drafter
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
 from mamba_spec_jax.speculative.requests import GenerationOptions, RowOptions
-from mamba_spec_jax.speculative.sampling import Sampling
+from mamba_spec_jax.speculative.sampling import Greedy, Sampling
 from mamba_spec_jax.speculative.state import DecodeState, Statistics, Weights
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
 
@@ -113,10 +113,10 @@ def start_generation(
     stops = _stops_of(stops, model.vocab_size)
     if np.any(np.asarray(min_new, object) != 0) and not stops.can_stop:
         raise ValueError(f"min_new is {min_new!r}, but nothing ends a row before max_new: give stops, or leave it out")
-    decoder, weights = Decoder(model, drafter, num_drafts=policy.max_drafts), Weights(params, drafter_params)
+    decoder, weights = Decoder(model, drafter, Sampling(), policy.max_drafts), Weights(params, drafter_params)
     state = decoder.init(weights, prompts, stops=stops, logprobs=logprobs, progress=progress, **rows)
-    if np.any(np.asarray(rows.get("temperature", 0)) > 0):
-        decoder = dataclasses.replace(decoder, method=Sampling())
+    if not np.any(np.asarray(rows.get("temperature", 0)) > 0):
+        decoder = dataclasses.replace(decoder, method=Greedy())
     return state, decode_chunks(decoder, weights, state, policy, chunk_steps)
 
 

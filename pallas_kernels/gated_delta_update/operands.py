@@ -59,14 +59,7 @@ def launch_update(
 ) -> StateUpdate:
     """Runs `kernel(reads, o ref, buffers)` on a window, a program of it on `rows` of V."""
     ring, in_place = call.ring, writes_state(call)
-    reads = Reads(
-        call.slots,
-        call.num_tokens,
-        call.inputs,
-        visible,
-        None if in_place else call.state,
-        fold=call.fold,
-    )
+    reads = Reads(call.slots, call.num_tokens, call.inputs, visible, None if in_place else call.state, fold=call.fold)
     buffers = Buffers(call.state if in_place else None, call.snapshots)
     if ring is not None:
         reads = reads._replace(order=ring.order, starts=ring.starts, counts=ring.counts)

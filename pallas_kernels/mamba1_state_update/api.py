@@ -1,10 +1,10 @@
-"""The user functions of the op: checks, then one implementation."""
+"""The user function of the op: checks, then one implementation."""
 
 import jax
 
 from pallas_kernels.mamba1_state_update.recurrence import Mamba1, Mamba1Inputs, layout
 from pallas_kernels.recurrent import reference
-from pallas_kernels.recurrent.arguments import StateUpdate, checked_fold, checked_pass
+from pallas_kernels.recurrent.arguments import StateUpdate, checked_pass
 from pallas_kernels.ring import Ring
 
 _OP = "mamba1_state_update"
@@ -74,41 +74,3 @@ def mamba1_state_update(
         form="step",
     )
     return reference.update(rule, call)
-
-
-def fold_history(
-    state: jax.Array,
-    ring: Ring,
-    A: jax.Array,
-    *,
-    layer: int | jax.Array,
-    slots: jax.Array,
-    num_tokens: jax.Array | None = None,
-    to_slots: jax.Array | None = None,
-) -> jax.Array:
-    """Writes the state after the first inputs of each row's history: materialises slots, publishes states.
-
-    Args:
-        state, ring, A: as of `mamba1_state_update`.
-        layer, slots, num_tokens, to_slots: as of `selective_state_update.fold_history`.
-
-    Returns:
-        state with the folded states written.
-
-    Raises:
-        ValueError: shapes, dtypes or options that do not fit.
-    """
-    rule = Mamba1(A)
-    call = checked_fold(
-        _OP,
-        layout(_OP, state, rule),
-        state,
-        ring,
-        Mamba1Inputs,
-        layer=layer,
-        slots=slots,
-        num_tokens=num_tokens,
-        to_slots=to_slots,
-        form="step",
-    )
-    return reference.fold_history(rule, call)

@@ -30,7 +30,7 @@ def run(model, params, drafter, drafter_params, method, num_drafts, *, prompts=P
     """The state when every row has finished."""
     stops = ms.StopConditions.create([model.vocab_size if eos is None else eos])
     weights = ms.Weights(params, drafter_params)
-    state = ms.Decoder(model, drafter).init(weights, prompts, stops=stops, **requests)
+    state = ms.Decoder(model, drafter, ms.Sampling()).init(weights, prompts, stops=stops, **requests)
     decoder = ms.Decoder(model, drafter, method, num_drafts)
     state = decode(decoder, weights, state, jnp.int32(np.max(requests["max_new"])))
     assert not np.any(state.active)

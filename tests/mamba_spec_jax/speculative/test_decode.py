@@ -334,3 +334,27 @@ def test_what_a_model_or_drafter_leaves_out_is_named(model, drafter, message):
     state = decoder.init(weights, [[1]] * ROWS, max_new=4)
     with pytest.raises(ValueError, match=message):
         decoder.step(weights, state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_drafts": -1}, r"num_drafts is -1, expected 0\.\.3, what Foresight can propose"),
+        ({"num_drafts": 4}, r"num_drafts is 4, expected 0\.\.3, what Foresight can propose"),
+        ({"num_drafts": 2.0}, r"num_drafts is 2\.0, expected 0\.\.3"),
+        ({"num_drafts": True}, r"num_drafts is True, expected 0\.\.3"),
+        ({"num_drafts": "auto"}, r"num_drafts is 'auto', expected 0\.\.3"),
+        ({"method": None}, r"method is None, expected Greedy\(\) or Sampling\(\)"),
+        ({"method": ms.Sampling}, r"method is <class .*Sampling'>, expected Greedy\(\) or Sampling\(\)"),
+    ],
+)
+def test_what_a_decoder_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        ms.Decoder(MODEL, Foresight(), **options)
+
+
+def test_a_temperature_needs_a_method_that_draws():
+    weights, requests = ms.Weights(LOGITS), {"max_new": 4, "temperature": [0.0] * (ROWS - 1) + [0.5]}
+    with pytest.raises(ValueError, match=r"temperature is \[.*0\.5\], but the decoder's method is Greedy\(\)"):
+        ms.Decoder(MODEL, Foresight()).init(weights, [[1]] * ROWS, **requests)
+    ms.Decoder(MODEL, Foresight(), ms.Sampling()).init(weights, [[1]] * ROWS, **requests)

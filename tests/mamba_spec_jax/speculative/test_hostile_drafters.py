@@ -81,7 +81,7 @@ def begin(drafter, temperature, limit=K):
     """Before the first step; every other row is greedy where `temperature` is not 0."""
     temperatures = np.where(np.arange(ROWS) % 2, temperature, 0.0)
     options = {"max_new": NEW, "depth_limit": limit, "temperature": temperatures, "logprobs": True}
-    return ms.Decoder(MODEL, drafter, num_drafts=K).init(ms.Weights(LOGITS), PROMPTS, **options)
+    return ms.Decoder(MODEL, drafter, ms.Sampling(), K).init(ms.Weights(LOGITS), PROMPTS, **options)
 
 
 @functools.cache

@@ -45,7 +45,7 @@ def make_step(drafter=DRAFTER):
 def run_loop(step, steps=3, **requests):
     """Steps 10^5 rows; returns their first `steps` tokens and how many the first pass emitted."""
     requests = {"max_new": 20, "temperature": 1, **requests}
-    state = Decoder(MODEL, DRAFTER).init(WEIGHTS, [PROMPT] * RUNS, **requests)
+    state = Decoder(MODEL, DRAFTER, Sampling()).init(WEIGHTS, [PROMPT] * RUNS, **requests)
     state = step(state)
     first = np.asarray(state.new_tokens)
     for _ in range(steps - 1):

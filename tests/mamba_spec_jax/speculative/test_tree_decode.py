@@ -69,7 +69,7 @@ def run(model, params, state, method, num_drafts):
 
 def begin(model, **requests):
     options = {"max_new": NEW, "temperature": 1, "logprobs": True, **requests}
-    return ms.Decoder(model, DRAFTER, num_drafts=K).init(ms.Weights(random_params(model)), PROMPTS, **options)
+    return ms.Decoder(model, DRAFTER, ms.Sampling(), K).init(ms.Weights(random_params(model)), PROMPTS, **options)
 
 
 @functools.cache
