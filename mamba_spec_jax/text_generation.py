@@ -12,7 +12,7 @@ from mamba_spec_jax.models.chat import ChatTemplate
 from mamba_spec_jax.models.hybrid_lm import HybridModel
 from mamba_spec_jax.speculative.generate import Generation, generate
 from mamba_spec_jax.speculative.protocol import Drafter
-from mamba_spec_jax.speculative.requests import GenerationOptions
+from mamba_spec_jax.speculative.requests import GenerationOptions, named_options
 from mamba_spec_jax.speculative.stream import StreamEvent, generated_texts, stream, text_stops
 from mamba_spec_jax.speculative.text import utf8
 
@@ -65,6 +65,7 @@ class LoadedModel:
     folder: Path
     chat_template: ChatTemplate | None = None
 
+    @named_options(generate)
     def generate(
         self,
         prompts: Prompts,
@@ -105,6 +106,7 @@ class LoadedModel:
         )
         return TextGeneration(**vars(generation), texts=generated_texts(generation, tokenizer, stops))
 
+    @named_options(stream)
     def stream(
         self,
         prompts: Prompts,
@@ -141,6 +143,7 @@ class LoadedModel:
         )
         return _with_texts(events, len(ids))
 
+    @named_options(generate)
     def chat(
         self,
         messages: Messages | Sequence[Messages],

@@ -17,7 +17,7 @@ from mamba_spec_jax.speculative.acceptance import AcceptResult, accept
 from mamba_spec_jax.speculative.drafts import propose, require_fitting, to_draft, update_drafter
 from mamba_spec_jax.speculative.prompts import check_prompts, next_power_of_two, pieces
 from mamba_spec_jax.speculative.protocol import Drafter, Progress, Proposal, SpeculativeModel
-from mamba_spec_jax.speculative.requests import Requests, RowOptions
+from mamba_spec_jax.speculative.requests import Requests, RowOptions, named_options
 from mamba_spec_jax.speculative.sampling import Greedy, Method, TokenChoice
 from mamba_spec_jax.speculative.state import DecodeState, Statistics, Weights
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, limit_accept
@@ -59,6 +59,7 @@ class Decoder:
         elif isinstance(K, bool) or not isinstance(K, numbers.Integral) or not 0 <= K <= most:
             raise ValueError(f"num_drafts is {K!r}, expected 0..{most}, what {type(self.drafter).__name__} can propose")
 
+    @named_options(Requests.create)
     def init(
         self,
         weights: Weights,

@@ -15,7 +15,7 @@ from mamba_spec_jax.speculative.draft_policy import AutoDrafts, DraftPolicy, Fix
 from mamba_spec_jax.speculative.drafters.ngram import NgramDrafter
 from mamba_spec_jax.speculative.drafts import require_drafter
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
-from mamba_spec_jax.speculative.requests import GenerationOptions, RowOptions
+from mamba_spec_jax.speculative.requests import GenerationOptions, Requests, RowOptions, named_options
 from mamba_spec_jax.speculative.sampling import Greedy, Sampling
 from mamba_spec_jax.speculative.state import DecodeState, Statistics, Weights
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason
@@ -40,6 +40,39 @@ class Generation:
     logprobs: list[list[float]] | None = None
 
 
+@named_options(Requests.create)
+def start_generation(
+    model: SpeculativeModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafter: Drafter | None = None,
+    drafter_params: Any = None,
+    stops: StopConditions | None = None,
+    progress: bool | None = False,
+    num_drafts: int | str | DraftPolicy | None = None,
+    logprobs: bool = False,
+    chunk_steps: int = CHUNK_STEPS,
+    **rows: Unpack[RowOptions],
+) -> tuple[DecodeState, Iterator[tuple[DecodeState, ChunkReport]]]:
+    """The state after the prompts, and the chunks that go on from it and consume it; arguments as `generate`'s."""
+    if drafter is None and drafter_params is not None:
+        raise ValueError("drafter_params came without a drafter, expected the drafter whose weights they are")
+    drafter, policy = resolve_drafting(drafter, num_drafts)
+    limit, min_new = rows.get("depth_limit"), rows.get("min_new", 0)
+    if limit is not None and policy.max_drafts == 0:
+        raise ValueError(f"depth_limit is {limit!r}, but num_drafts 0 drafts nothing: leave one of them out")
+    stops = _stops_of(stops, model.vocab_size)
+    if np.any(np.asarray(min_new, object) != 0) and not stops.can_stop:
+        raise ValueError(f"min_new is {min_new!r}, but nothing ends a row before max_new: give stops, or leave it out")
+    decoder, weights = Decoder(model, drafter, Sampling(), policy.max_drafts), Weights(params, drafter_params)
+    state = decoder.init(weights, prompts, stops=stops, logprobs=logprobs, progress=progress, **rows)
+    if not np.any(np.asarray(rows.get("temperature", 0)) > 0):
+        decoder = dataclasses.replace(decoder, method=Greedy())
+    return state, decode_chunks(decoder, weights, state, policy, chunk_steps)
+
+
+@named_options(start_generation)
 def generate(
     model: SpeculativeModel,
     params: Any,
@@ -87,37 +120,6 @@ def generate(
             state = newest
             bar.advance(int(report.emitted.sum()))
     return collect(state)
-
-
-def start_generation(
-    model: SpeculativeModel,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    drafter: Drafter | None = None,
-    drafter_params: Any = None,
-    stops: StopConditions | None = None,
-    progress: bool | None = False,
-    num_drafts: int | str | DraftPolicy | None = None,
-    logprobs: bool = False,
-    chunk_steps: int = CHUNK_STEPS,
-    **rows: Unpack[RowOptions],
-) -> tuple[DecodeState, Iterator[tuple[DecodeState, ChunkReport]]]:
-    """The state after the prompts, and the chunks that go on from it and consume it; arguments as `generate`'s."""
-    if drafter is None and drafter_params is not None:
-        raise ValueError("drafter_params came without a drafter, expected the drafter whose weights they are")
-    drafter, policy = resolve_drafting(drafter, num_drafts)
-    limit, min_new = rows.get("depth_limit"), rows.get("min_new", 0)
-    if limit is not None and policy.max_drafts == 0:
-        raise ValueError(f"depth_limit is {limit!r}, but num_drafts 0 drafts nothing: leave one of them out")
-    stops = _stops_of(stops, model.vocab_size)
-    if np.any(np.asarray(min_new, object) != 0) and not stops.can_stop:
-        raise ValueError(f"min_new is {min_new!r}, but nothing ends a row before max_new: give stops, or leave it out")
-    decoder, weights = Decoder(model, drafter, Sampling(), policy.max_drafts), Weights(params, drafter_params)
-    state = decoder.init(weights, prompts, stops=stops, logprobs=logprobs, progress=progress, **rows)
-    if not np.any(np.asarray(rows.get("temperature", 0)) > 0):
-        decoder = dataclasses.replace(decoder, method=Greedy())
-    return state, decode_chunks(decoder, weights, state, policy, chunk_steps)
 
 
 def resolve_drafting(

@@ -1,7 +1,8 @@
 """What each row asks for: the options that calls share, and the arrays that they become."""
 
-from collections.abc import Sequence
-from typing import Any, TypedDict
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar
 
 import flax.struct
 import numpy as np
@@ -49,6 +50,32 @@ class GenerationOptions(RowOptions, total=False):
     num_drafts: int | str | DraftPolicy | None
     logprobs: bool
     chunk_steps: int
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def named_options(takes: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """For a function that passes its `**options` on to `takes`: its signature names them, with their defaults.
+
+    So `help`, completion and the documentation show every option, though they are written down once. A function whose
+    `**options` may hold other names as well keeps them.
+    """
+    options = {
+        name: parameter
+        for name, parameter in inspect.signature(takes).parameters.items()
+        if name in GenerationOptions.__annotations__ and parameter.kind is parameter.KEYWORD_ONLY
+    }
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        *own, rest = signature.parameters.values()
+        named = [parameter for name, parameter in options.items() if name not in signature.parameters]
+        further = [rest] if rest.annotation is Any else []
+        function.__signature__ = signature.replace(parameters=[*own, *named, *further])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 @flax.struct.dataclass

@@ -11,7 +11,7 @@ import tokenizers
 from mamba_spec_jax.speculative.chunks import ChunkReport
 from mamba_spec_jax.speculative.generate import Generation, collect, start_generation
 from mamba_spec_jax.speculative.protocol import Drafter, SpeculativeModel
-from mamba_spec_jax.speculative.requests import GenerationOptions
+from mamba_spec_jax.speculative.requests import GenerationOptions, named_options
 from mamba_spec_jax.speculative.state import DecodeState
 from mamba_spec_jax.speculative.stop import StopConditions, StopReason, checked_ids
 from mamba_spec_jax.speculative.text import cut_at_stop, encode_stops, held_back, token_bytes
@@ -30,6 +30,7 @@ class StreamEvent:
     text: str
 
 
+@named_options(start_generation)
 def stream(
     model: SpeculativeModel,
     params: Any,

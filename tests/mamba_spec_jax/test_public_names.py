@@ -91,3 +91,33 @@ def examples():
 @pytest.mark.parametrize(("where", "text"), [pytest.param(*example, id=example[0]) for example in examples()])
 def test_examples_use_public_names(where, text):
     assert set(re.findall(r"\bms\.(\w+)", text)) <= set(ms.__all__), where
+
+
+OPTIONS = ms.GenerationOptions.__annotations__
+TAKE_OPTIONS = [ms.generate, ms.stream, ms.LoadedModel.generate, ms.LoadedModel.stream, ms.LoadedModel.chat]
+
+
+@pytest.mark.parametrize("function", TAKE_OPTIONS, ids=lambda function: function.__qualname__)
+def test_signatures_name_every_option(function):
+    parameters = inspect.signature(function).parameters
+    assert {name: parameters[name].default for name in OPTIONS} == {
+        "max_new": 128,
+        "min_new": 0,
+        "depth_limit": None,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seeds": 0,
+        "num_drafts": None,
+        "logprobs": False,
+        "chunk_steps": 16,
+    }
+    further = [p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    assert further == (["options"] if function is ms.LoadedModel.chat else [])
+
+
+def test_the_signature_of_init_names_every_option_of_a_row():
+    parameters = inspect.signature(ms.Decoder.init).parameters
+    assert set(ms.RowOptions.__annotations__) <= set(parameters)
+    assert "num_drafts" not in parameters
