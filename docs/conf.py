@@ -34,7 +34,6 @@ myst_links_external_new_tab = False
 # The API reference, from the docstrings. They are plain text with `code` in single backticks; see `_docstring`.
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
